@@ -1,0 +1,46 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SEED ?= 0
+RUN ?= runs/sudoku-6x6-seed-$(SEED)
+
+.PHONY: install demo test test-fast check format bench clean
+
+install: $(INSTALLED)
+
+# The torch wheel is large; `sync` lets the first checkpoint not wait for it to reach the disk.
+$(INSTALLED): pyproject.toml constraints/dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
+	sync
+	touch $(INSTALLED)
+
+demo: install
+	@$(BIN)/trm train sudoku-6x6 seed=$(SEED) --run $(RUN)
+	@$(BIN)/trm predict $(RUN) --example 0 --steps
+
+test: install
+	$(BIN)/python -m pytest
+
+test-fast: install
+	$(BIN)/python -m pytest -m 'not slow'
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python bench/sudoku_generation.py
+	$(BIN)/python bench/training_step.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

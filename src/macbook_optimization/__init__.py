@@ -1,0 +1,1 @@
+"""Makes training fit this machine. Knows nothing about Tiny Recursive Models."""

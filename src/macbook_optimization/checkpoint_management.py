@@ -1,0 +1,168 @@
+"""Checkpoints: directories of safetensors and JSON that are complete or absent.
+
+A checkpoint is written aside, synced and renamed, and carries a manifest with the size and sha256 of every
+file: safetensors itself does not notice a flipped bit. The newest one that passes the check wins; one that
+fails is set aside under a name that says so, never deleted. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from macbook_optimization.errors import CheckpointError
+
+SCHEMA = 1
+Tensors = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> torch tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    metadata: dict[str, Any]
+
+    def load(self, name: str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        return dict(load_file(self.path / f"{name}.safetensors"))
+
+    def load_all(self) -> dict[str, dict[str, Any]]:
+        return {path.stem: self.load(path.stem) for path in sorted(self.path.glob("*.safetensors"))}
+
+
+class CheckpointManager:
+    """The checkpoints of one run, and which of them answered best."""
+
+    def __init__(self, run: Path, keep: int = 3) -> None:
+        self.directory = run / "checkpoints"
+        self.best_file = run / "best"
+        self.keep = keep
+
+    def save(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> Checkpoint:
+        path = self.directory / f"step-{step:08d}"
+        partial = self.directory / f".{path.name}.partial"
+        try:
+            _write(partial, tensors, {**metadata, "step": step})
+            replaced = self.directory / f".{path.name}.replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            if path.exists():  # the same step again, after a restart with other settings
+                path.rename(replaced)
+            partial.rename(path)
+            _sync(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        self._rotate()
+        return Checkpoint(path, step, dict(metadata))
+
+    def newest_good(self) -> Checkpoint | None:
+        for path in sorted(self._paths(), reverse=True):
+            problem = find_damage(path)
+            if problem is None:
+                return open_checkpoint(path)
+            path.rename(path.with_name(f"damaged-{path.name}"))
+        return None
+
+    def mark_best(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
+        content = json.dumps({"checkpoint": checkpoint.path.name, **metrics}, indent=2)
+        partial = self.best_file.with_name(".best.partial")
+        try:
+            partial.write_text(content, encoding="utf-8")
+            partial.replace(self.best_file)
+        except OSError as error:
+            raise _cannot_write(self.best_file, error) from error
+
+    def best(self) -> dict[str, Any] | None:
+        try:
+            content: dict[str, Any] = json.loads(self.best_file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return content
+
+    def best_or_newest(self) -> Checkpoint:
+        """The one to answer with."""
+        best = self.best()
+        path = self.directory / best["checkpoint"] if best else None
+        if path is not None and path.is_dir() and find_damage(path) is None:
+            return open_checkpoint(path)
+        newest = self.newest_good()
+        if newest is None:
+            raise CheckpointError(
+                f"{self.directory.parent} has no usable checkpoint",
+                hint="Train it first: trm train; `trm runs` lists the runs there are.",
+            )
+        return newest
+
+    def _paths(self) -> list[Path]:
+        return [path for path in self.directory.glob("step-*") if path.is_dir()]
+
+    def _rotate(self) -> None:
+        best = self.best()
+        for path in sorted(self._paths())[: -self.keep]:
+            if best is None or path.name != best["checkpoint"]:
+                shutil.rmtree(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return Checkpoint(path, int(metadata["step"]), metadata)
+
+
+def find_damage(path: Path) -> str | None:
+    """None if every file is what the manifest says; otherwise what is wrong."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["schema"] != SCHEMA:
+            return f"written with schema {manifest['schema']}; this program reads {SCHEMA}"
+        for name, expected in manifest["files"].items():
+            if _digest(path / name) != expected:
+                return f"{name} is damaged"
+    except (OSError, ValueError, KeyError) as error:
+        return f"unreadable: {error}"
+    return None
+
+
+def _write(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    try:
+        for name, group in tensors.items():
+            save_file(dict(group), directory / f"{name}.safetensors")
+    except SafetensorError as error:  # how a full disk surfaces
+        raise OSError(str(error)) from error
+    (directory / "state.json").write_text(json.dumps(metadata, indent=2), encoding="utf-8")
+    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
+    manifest = json.dumps({"schema": SCHEMA, "files": files}, indent=2)
+    (directory / "manifest.json").write_text(manifest, encoding="utf-8")
+    for path in (*directory.iterdir(), directory):
+        _sync(path)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot write {path}: {error.strerror or error}",
+        hint="Free some disk space or make the directory writable; earlier checkpoints are untouched.",
+    )

@@ -1,0 +1,1 @@
+"""Tiny Recursive Models: a small network that reasons by applying itself to its own answer."""

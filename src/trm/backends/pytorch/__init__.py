@@ -1,0 +1,1 @@
+"""The PyTorch backend. The only package that imports torch when it is loaded."""

@@ -1,0 +1,60 @@
+"""What a supervision step is judged by: every slot counts the same, however many labels it has.
+
+The head sees labelled positions only, so a classifier is the same model with one labelled position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.config import TrainingConfig
+from trm.tasks.base import IGNORE_LABEL
+
+
+def log_stablemax(logits: Tensor) -> Tensor:
+    """log of s(x) / sum s, with s(x) = x + 1 for x >= 0 and 1 / (1 - x) below.
+
+    The clamp keeps the branch that is not taken finite: without it, 1 / (1 - x) at x = 1 puts NaN into
+    the gradient in float32.
+    """
+    below = 1 / (1 - logits.clamp(max=0))
+    scores = torch.where(logits < 0, below, logits + 1)
+    return torch.log(scores) - torch.log(scores.sum(-1, keepdim=True))
+
+
+def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+    wide = logits.float()
+    if loss == "softmax_cross_entropy":
+        return F.cross_entropy(wide, labels, reduction="none")
+    return -log_stablemax(wide).gather(-1, labels[:, None]).squeeze(-1)
+
+
+class SlotLosses(NamedTuple):
+    total: Tensor  # sum over slots, with gradient
+    correct_tokens: Tensor  # (B,)
+    labelled_tokens: Tensor  # (B,)
+    halt_logits: Tensor  # (B,)
+
+
+def slot_losses(
+    model: TinyRecursiveModel, y_LBD: Tensor, labels_BL: Tensor, training: TrainingConfig
+) -> SlotLosses:
+    labelled = labels_BL != IGNORE_LABEL
+    slot_of = labelled.nonzero()[:, 0]
+    labels = labels_BL[labelled]
+    logits = model.token_logits(model.answer_positions(y_LBD)[labelled])
+    counts = labelled.sum(-1)
+    per_token = token_losses(logits, labels, training.loss) / counts[slot_of]
+    with torch.no_grad():
+        right = (logits.argmax(-1) == labels).long()
+        correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
+        exact = (correct == counts).float()
+    halt_logits = model.halt_logits(y_LBD)[:, 0]
+    halt_loss = F.binary_cross_entropy_with_logits(halt_logits, exact, reduction="sum")
+    total = per_token.sum() + training.halt_loss_weight * halt_loss
+    return SlotLosses(total, correct, counts, halt_logits.detach())

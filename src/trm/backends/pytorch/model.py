@@ -1,0 +1,245 @@
+"""The Tiny Recursive Model: one small network, applied again and again to its own answer.
+
+Parameter names are those of the public code, so its checkpoints differ from ours by a prefix only.
+Tensors are kept sequence first: the mixer then multiplies along positions, and the channel network along
+the hidden size, without a single transposition.
+
+Shapes: L positions (prefix included), B slots, D hidden size, H heads, V output vocabulary,
+K latents (2, or 1 for the variants that carry only one).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trm.config import ModelConfig
+from trm.tasks.base import TaskShape
+
+# Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the asked one.
+_TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+
+
+def truncated_normal(*shape: int, std: float, generator: torch.Generator) -> Tensor:
+    """Normal, cut at two of its standard deviations before truncation, with `std` after it."""
+    bound = math.erf(math.sqrt(2))
+    uniform = torch.rand(*shape, generator=generator) * (2 * bound) - bound
+    normal = torch.erfinv(uniform) * math.sqrt(2)
+    return normal.clamp(-2, 2) * (std / _TRUNCATED_STD)
+
+
+def rms_norm(x: Tensor, dim: int, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+class Projection(nn.Module):
+    """A matrix under the name that the public code gives it."""
+
+    def __init__(self, num_in: int, num_out: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(truncated_normal(num_out, num_in, std=num_in**-0.5, generator=generator))
+
+
+class Embedding(nn.Module):
+    def __init__(self, num_rows: int, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        std = config.hidden_size**-0.5
+        self.embedding_weight = nn.Parameter(
+            truncated_normal(num_rows, config.hidden_size, std=std, generator=generator)
+        )
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        inner = (
+            math.ceil(round(config.expansion * width * 2 / 3) / config.width_multiple) * config.width_multiple
+        )
+        self.gate_up_proj = Projection(width, 2 * inner, generator)
+        self.down_proj = Projection(inner, width, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = linear(x, self.gate_up_proj.weight).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.down_proj.weight)
+
+    def along_positions(self, x_LBD: Tensor) -> Tensor:
+        """The same network over the first dimension."""
+        x = x_LBD.reshape(x_LBD.shape[0], -1)
+        gate, up = torch.mm(self.gate_up_proj.weight.to(x.dtype), x).chunk(2, dim=0)
+        return torch.mm(self.down_proj.weight.to(x.dtype), F.silu(gate) * up).view_as(x_LBD)
+
+
+def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    frequencies = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on (..., L, head size), in float32."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, generator)
+        self.o_proj = Projection(config.hidden_size, config.hidden_size, generator)
+
+    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        L, B, D = x_LBD.shape
+        qkv = linear(x_LBD, self.qkv_proj.weight).view(L, B, 3, self.num_heads, D // self.num_heads)
+        query, key, value = qkv.permute(2, 1, 3, 0, 4).unbind(0)  # each (B, H, L, head size)
+        if angles is not None:
+            query, key = rotate(query, *angles), rotate(key, *angles)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return linear(mixed.permute(2, 0, 1, 3).reshape(L, B, D), self.o_proj.weight)
+
+
+class Layer(nn.Module):
+    """Mix positions, then channels; after each, add and normalise (over what was mixed, as published)."""
+
+    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        if config.mlp_t:
+            self.mlp_t = SwiGLU(num_positions, config, generator)
+        else:
+            self.self_attn = Attention(config, generator)
+        self.mlp = SwiGLU(config.hidden_size, config, generator)
+
+    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        if hasattr(self, "mlp_t"):
+            x_LBD = rms_norm(x_LBD + self.mlp_t.along_positions(x_LBD), 0, self.eps)
+        else:
+            x_LBD = rms_norm(x_LBD + self.self_attn(x_LBD, angles), -1, self.eps)
+        return rms_norm(x_LBD + self.mlp(x_LBD), -1, self.eps)
+
+
+class Level(nn.Module):
+    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(num_positions, config, generator) for _ in range(config.num_layers))
+
+    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        for layer in self.layers:
+            x_LBD = layer(x_LBD, angles)
+        return x_LBD
+
+
+class PuzzleEmbedding(nn.Module):
+    """One learned row per puzzle identifier. A buffer, because its rows have an optimizer of their own."""
+
+    weights: Tensor
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.zeros(num_rows, width))
+
+
+class HaltHead(nn.Module):
+    """Two logits, halt and continue, of which training uses the first (as published)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, hidden_size))
+        self.bias = nn.Parameter(torch.full((2,), -5.0))  # hardly ever halt until it is learned
+
+
+class TinyRecursiveModel(nn.Module):
+    initial_latents: Tensor
+
+    def __init__(self, config: ModelConfig, shape: TaskShape, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        num_positions = config.prefix_len + shape.seq_len
+        self.embed_tokens = Embedding(shape.vocab_size, config, generator)
+        if config.pos_encodings == "learned":
+            self.embed_pos = Embedding(num_positions, config, generator)
+        if config.puzzle_emb_ndim:
+            self.puzzle_emb = PuzzleEmbedding(shape.num_puzzle_identifiers, config.puzzle_emb_ndim)
+        self.L_level = Level(num_positions, config, generator)
+        self.lm_head = Projection(config.hidden_size, shape.output_vocab_size, generator)
+        self.q_head = HaltHead(config.hidden_size)
+        num_latents = 2 if config.variant == "trm" else 1
+        initial = truncated_normal(num_latents, config.hidden_size, std=1, generator=generator)
+        self.register_buffer("initial_latents", initial)
+        self._angles: tuple[Tensor, Tensor] | None = None
+        if config.pos_encodings == "rope":
+            head_size = config.hidden_size // config.num_heads
+            self._angles = rotary_angles(num_positions, head_size, config.rope_theta)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.forward_dtype == "bfloat16" else torch.float32
+
+    def start(self, batch_size: int) -> Tensor:
+        """Latents (K, L, B, D) of examples that nobody has thought about yet."""
+        num_latents, hidden_size = self.initial_latents.shape
+        num_positions = self.config.prefix_len + self.shape.seq_len
+        initial = self.initial_latents.to(self.dtype)[:, None, None, :]
+        return initial.expand(num_latents, num_positions, batch_size, hidden_size)
+
+    def embed(self, inputs_BL: Tensor, puzzle_rows: Tensor | None) -> Tensor:
+        """The question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
+        x_LBD = F.embedding(inputs_BL.T, self.embed_tokens.embedding_weight.to(self.dtype))
+        if puzzle_rows is not None:
+            prefix_len, hidden_size = self.config.prefix_len, self.config.hidden_size
+            padded = F.pad(puzzle_rows, (0, prefix_len * hidden_size - puzzle_rows.shape[1]))
+            prefix = padded.view(-1, prefix_len, hidden_size).transpose(0, 1).to(x_LBD.dtype)
+            x_LBD = torch.cat((prefix, x_LBD))
+        if self.config.pos_encodings == "learned":  # halves the variance again, so that its scale stays
+            positions = self.embed_pos.embedding_weight.to(x_LBD.dtype)[:, None]
+            x_LBD = math.sqrt(0.5) * (x_LBD + positions)
+        return math.sqrt(self.config.hidden_size) * x_LBD
+
+    def forward(
+        self, inputs_BL: Tensor, puzzle_rows: Tensor | None, latents_KLBD: Tensor, cycles: int
+    ) -> Tensor:
+        """Recurse `cycles` times, only the last with gradient. The answer y is the first new latent."""
+        x_LBD = self.embed(inputs_BL, puzzle_rows)
+        latents = latents_KLBD.unbind(0)
+        with torch.no_grad():
+            for _ in range(cycles - 1):
+                latents = self._cycle(x_LBD, latents)
+        return torch.stack(self._cycle(x_LBD, latents))
+
+    def _cycle(self, x_LBD: Tensor, latents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.config.variant == "transformer":
+            return (self.L_level(latents[0] + x_LBD, self._angles),)
+        if self.config.variant == "singlez":
+            (z_LBD,) = latents
+            for _ in range(self.config.L_cycles):
+                z_LBD = self.L_level(z_LBD + x_LBD, self._angles)
+            return (self.L_level(z_LBD, self._angles),)
+        y_LBD, z_LBD = latents
+        question_LBD = y_LBD + x_LBD  # y does not change while z thinks
+        for _ in range(self.config.L_cycles):
+            z_LBD = self.L_level(z_LBD + question_LBD, self._angles)
+        return self.L_level(y_LBD + z_LBD, self._angles), z_LBD
+
+    def answer_positions(self, y_LBD: Tensor) -> Tensor:
+        """(B, L, D) without the prefix."""
+        return y_LBD[self.config.prefix_len :].transpose(0, 1)
+
+    def token_logits(self, positions: Tensor) -> Tensor:
+        return linear(positions, self.lm_head.weight)
+
+    def halt_logits(self, y_LBD: Tensor) -> Tensor:
+        """(B, 2) from the first position, which is the prefix's where there is one."""
+        first = y_LBD[0]
+        return F.linear(first, self.q_head.weight.to(first.dtype), self.q_head.bias.to(first.dtype)).float()

@@ -1,0 +1,216 @@
+"""One training step, and answering: the recursion applied to slots.
+
+The sum of the slots' losses is divided once, by the number of all slots. That is why any cut of a step into
+micro-batches gives the same update. New latents and gradients are put aside until the update, so a step
+that is interrupted has not happened.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from macbook_optimization.errors import CheckpointError, NonFiniteLossError
+from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
+from trm.backends.pytorch.losses import slot_losses
+from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.optim import Adam, average_into, sign_descent
+from trm.config import ModelConfig, TrainingConfig
+from trm.tasks.base import TaskShape
+
+
+def prepare(*, threads: int, deterministic: bool) -> None:
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+class TorchLearner:
+    """Weights, their average, Adam's moments and the slots' latents."""
+
+    def __init__(self, model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int) -> None:
+        self.training = training
+        self.model = TinyRecursiveModel(model, shape, seed)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = Adam(self.parameters, training)
+        self.averaged = copy.deepcopy(self.model).requires_grad_(False)
+        if model.puzzle_emb_ndim:  # rows are not averaged: most are too rarely seen
+            self.averaged.puzzle_emb = self.model.puzzle_emb
+        self.latents: Tensor | None = None
+        if training.supervision == "deep":
+            self.latents = self.model.start(training.effective_batch_size).contiguous()
+
+    def step(self, batch: StepBatch, settings: StepSettings, after_cut: Callable[[int], None]) -> StepResult:
+        tensors = _Cuttable(self.model, batch, self.latents)
+        num_slots = len(batch.inputs)
+        pieces = []
+        self.model.zero_grad(set_to_none=True)
+        for start in range(0, num_slots, settings.micro_batch_size):
+            cut = slice(start, min(start + settings.micro_batch_size, num_slots))
+            inputs, labels, puzzle_rows, latents = tensors.cut(cut)
+            new_latents = self.model(inputs, puzzle_rows, latents, settings.cycles)
+            losses = slot_losses(self.model, new_latents[0], labels, self.training)
+            (losses.total / num_slots).backward()  # type: ignore[no-untyped-call]
+            tensors.keep(cut, new_latents)
+            pieces.append(losses._replace(total=losses.total.detach()))
+            after_cut(cut.stop)
+        loss = float(sum(piece.total for piece in pieces)) / num_slots
+        grad_norm = self._update(loss, tensors, settings)
+        self.latents = tensors.new_latents
+        correct, labelled, halt_logits = (torch.cat(column) for column in list(zip(*pieces, strict=True))[1:])
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            token_accuracy=float(correct.sum() / labelled.sum().clamp(min=1)),
+            exact=(correct == labelled).numpy(),
+            halt_logits=halt_logits.numpy(),
+        )
+
+    def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
+        limit = self.training.max_grad_norm
+        gradients = self.parameters.values()
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(gradients, limit if limit else float("inf")))
+        if not np.isfinite(loss + grad_norm):  # before the update: the weights are still good
+            raise NonFiniteLossError(
+                f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {settings.step}.",
+                hint="Lower training.learning_rate; the last checkpoint is unaffected.",
+            )
+        self.optimizer.update(settings.step, settings.learning_rate)
+        if tensors.rows is not None and tensors.rows.grad is not None:
+            self.model.puzzle_emb.weights[tensors.row_ids] = sign_descent(
+                tensors.rows, tensors.rows.grad, settings.puzzle_emb_lr, self.training.puzzle_emb_weight_decay
+            )
+        if self.training.ema:
+            averages = dict(self.averaged.named_parameters())
+            average_into(averages, self.parameters, self.training.ema_rate)
+        return grad_norm
+
+    def answerer(self) -> TorchAnswerer:
+        return TorchAnswerer(
+            self.averaged if self.training.ema else self.model,
+            _cycles_at_test_time(self.training, self.model.config),
+        )
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        tensors = {"weights": self.model.state_dict(), "optimizer": self.optimizer.moments}
+        if self.training.ema:
+            tensors["ema"] = self.averaged.state_dict()
+        if self.latents is not None:
+            tensors["latents"] = {"latents": self.latents}
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+        load_weights(self.model, tensors["weights"])
+        if self.training.ema:
+            load_weights(self.averaged, tensors["ema"])
+        for name, moment in self.optimizer.moments.items():
+            moment.copy_(tensors["optimizer"][name])
+        if self.latents is not None:
+            self.latents = tensors["latents"]["latents"]
+
+
+class _Cuttable:
+    """The tensors of one step, to be read and written slice by slice."""
+
+    def __init__(self, model: TinyRecursiveModel, batch: StepBatch, latents: Tensor | None) -> None:
+        self.inputs = torch.from_numpy(batch.inputs)
+        self.labels = torch.from_numpy(batch.labels)
+        self.fresh = torch.from_numpy(batch.fresh)
+        self.model, self.latents = model, latents
+        self.new_latents = torch.empty_like(latents) if latents is not None else None
+        self.rows: Tensor | None = None
+        if model.config.puzzle_emb_ndim:
+            identifiers = torch.from_numpy(batch.puzzle_identifiers)
+            self.row_ids, self.row_of_slot = torch.unique(identifiers, return_inverse=True)
+            self.rows = model.puzzle_emb.weights[self.row_ids].requires_grad_()
+
+    def cut(self, cut: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        latents = self.model.start(cut.stop - cut.start)
+        if self.latents is not None:
+            latents = torch.where(self.fresh[cut][:, None], latents, self.latents[:, :, cut])
+        puzzle_rows = None if self.rows is None else self.rows[self.row_of_slot[cut]]
+        return self.inputs[cut], self.labels[cut], puzzle_rows, latents
+
+    def keep(self, cut: slice, new_latents: Tensor) -> None:
+        if self.new_latents is not None:
+            self.new_latents[:, :, cut] = new_latents.detach()
+
+
+class TorchAnswerer:
+    def __init__(self, model: TinyRecursiveModel, cycles: int) -> None:
+        self.model, self.cycles = model, cycles
+
+    @torch.no_grad()
+    def answer(
+        self,
+        inputs: NDArray[np.int64],
+        puzzle_identifiers: NDArray[np.int64],
+        *,
+        depth: int,
+        settle: int | None = None,
+    ) -> Answers:
+        """Puzzles whose answer has stood for `settle` steps leave the batch and keep it."""
+        questions = torch.from_numpy(inputs)
+        rows = None
+        if self.model.config.puzzle_emb_ndim:
+            rows = self.model.puzzle_emb.weights[torch.from_numpy(puzzle_identifiers)]
+        tokens = np.zeros((depth, *inputs.shape), dtype=np.int16)
+        halt_logits = np.zeros((depth, len(inputs)), dtype=np.float32)
+        unchanged = np.zeros(len(inputs), dtype=np.int64)
+        steps = np.zeros(len(inputs), dtype=np.int64)
+        active = torch.arange(len(inputs))
+        latents = self.model.start(len(inputs))
+        for step in range(depth):
+            latents = self.model(
+                questions[active], None if rows is None else rows[active], latents, self.cycles
+            )
+            here = active.numpy()
+            if step:
+                tokens[step], halt_logits[step] = tokens[step - 1], halt_logits[step - 1]
+            tokens[step, here] = self.model.token_logits(self.model.answer_positions(latents[0])).argmax(-1)
+            halt_logits[step, here] = self.model.halt_logits(latents[0])[:, 0]
+            steps[here] += 1
+            if step and settle is not None:
+                same = (tokens[step, here] == tokens[step - 1, here]).all(-1)
+                unchanged[here] = np.where(same, unchanged[here] + 1, 0)
+                going_on = torch.from_numpy(unchanged[here] < settle)
+                active, latents = active[going_on], latents[:, :, going_on]
+                if not len(active):
+                    tokens[step + 1 :], halt_logits[step + 1 :] = tokens[step], halt_logits[step]
+                    break
+        return Answers(tokens, halt_logits, steps)
+
+
+def _cycles_at_test_time(training: TrainingConfig, model: ModelConfig) -> int:
+    """Recursions in one step at test time: terminal supervision may stop after any one of them."""
+    return 1 if training.supervision == "terminal" else model.cycles_per_step
+
+
+def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        wrong = sorted(
+            f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
+            for name in {*expected, *found}
+            if expected.get(name) != found.get(name)
+        )
+        raise CheckpointError(f"The weights do not fit the model of the recipe: {'; '.join(wrong[:5])}")
+    model.load_state_dict(weights)
+
+
+def learner(model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int) -> TorchLearner:
+    return TorchLearner(model, training, shape, seed)
+
+
+def answerer(
+    model: ModelConfig, training: TrainingConfig, shape: TaskShape, weights: Mapping[str, Tensor]
+) -> TorchAnswerer:
+    network = TinyRecursiveModel(model, shape)
+    load_weights(network, weights)
+    return TorchAnswerer(network.requires_grad_(False), _cycles_at_test_time(training, model))

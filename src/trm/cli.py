@@ -1,0 +1,331 @@
+"""The command line: parse, call one function, print.
+
+Torch, pydantic and rich are imported inside the commands, so that `trm --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from macbook_optimization.errors import DataError, LaptopError
+
+if TYPE_CHECKING:
+    from trm.inference import Prediction, TrainedModel
+    from trm.training.loop import Outcome
+
+DIRECTORY = click.Path(path_type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="macbook-trm", prog_name="trm")
+def cli() -> None:
+    """Train a Tiny Recursive Model on the laptop you own."""
+
+
+@cli.group()
+def data() -> None:
+    """Build datasets."""
+
+
+@data.group()
+def build() -> None:
+    """Build a dataset for a task, in the layout that public TRM code reads."""
+
+
+@build.command("sudoku")
+@click.option("--size", type=click.Choice(["4", "6", "9"]), default="9", show_default=True, help="Grid size.")
+@click.option(
+    "--difficulty", type=click.Choice(["easy", "medium", "hard"]), default="hard", show_default=True,
+    help="Of generated puzzles; stands for a number of blanks.",
+)  # fmt: skip
+@click.option("--blanks", type=int, help="Exact number of blanks, instead of a named difficulty.")
+@click.option("--train", type=int, help="Training puzzles [default: 2000, or all the file has].")
+@click.option("--test", type=int, default=256, show_default=True, help="Test puzzles, unseen in training.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--from", "file", type=DIRECTORY, help="Read puzzles from CSV or one-per-line text (.gz, .xz).")
+@click.option("--source", help="Only the file's rows with this `source`.")
+@click.option("--test-source", help="Take the test puzzles from the rows with this `source`.")
+@click.option("--out", type=DIRECTORY, required=True, help="Directory of the new dataset.")
+@json_option
+def build_sudoku(out: Path, as_json: bool, size: str, file: Path | None, **options: Any) -> None:
+    """Sudoku puzzles with exactly one solution; no test puzzle is a symmetric copy of a training one."""
+    asked = {key: value for key, value in options.items() if value is not None}
+    asked |= {"size": int(size)} | ({"from": str(file)} if file else {})
+    facts = _build("sudoku", asked, out)
+    _print(
+        facts, as_json, f"{out}: {facts['train']} training and {facts['test']} test puzzles, {size}x{size}"
+    )
+
+
+def _build(task: str, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.tasks import load_task
+    from trm.tasks.base import open_split
+
+    if out.exists():
+        raise DataError(f"{out} is already there", hint="Choose another --out, or remove it first.")
+    with ProgressDisplay() as display:
+        load_task(task).build(options, out, display.update)
+    return {"path": str(out), **{name: len(open_split(out, name)) for name in ("train", "test")}}
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run", "run", type=DIRECTORY, help="Run directory [default: runs/RECIPE].")
+@click.option("--fresh", is_flag=True, help="Set an earlier run in that directory aside and start anew.")
+@click.option(
+    "--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Stop this start after so long."
+)
+@click.option("--max-steps", type=click.IntRange(min=1), help="Stop this start at this step.")
+@json_option
+def train(
+    recipe: str,
+    overrides: tuple[str, ...],
+    run: Path | None,
+    fresh: bool,
+    max_minutes: float | None,
+    max_steps: int | None,
+    as_json: bool,
+) -> None:
+    """Train RECIPE, a YAML file or the name of a shipped one; resumes by itself.
+
+    KEY=VALUE overrides a recipe key, for example model.hidden_size=256 or plan.threads=1.
+    """
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.config import load_config
+    from trm.runs import set_aside
+    from trm.training.loop import Limits
+    from trm.training.loop import train as train_run
+
+    config = load_config(recipe, overrides)
+    path = run or Path("runs") / Path(recipe).stem
+    with ProgressDisplay() as display:
+        if fresh and (aside := set_aside(path)):
+            display.message(f"The earlier run is now {aside}.")
+        limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
+        outcome = train_run(config, path, limits, display)
+    _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
+    if outcome.reason == "interrupted":
+        sys.exit(130)
+
+
+def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "run": str(outcome.run),
+        "reason": outcome.reason,
+        "step": outcome.step,
+        "seconds": outcome.seconds,
+        "best": outcome.best,
+    }
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    why = {
+        "target": "Reached the target",
+        "max_steps": "Trained all steps",
+        "limit": "Reached the limit of this start",
+        "interrupted": "Stopped",
+    }[outcome.reason]
+    lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
+    if outcome.best:
+        lines.append(
+            f"Best: {outcome.best['exact_accuracy']:.1%} of {outcome.best['examples']} unseen puzzles solved "
+            f"exactly (step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
+        )
+    lines.append(f"The run is in {outcome.run}.")
+    if outcome.reason in ("limit", "interrupted"):
+        lines.append("The same command goes on from there.")
+    return "\n".join(lines)
+
+
+@cli.command("eval")
+@click.argument("run", type=DIRECTORY)
+@click.option("--data", "dataset", type=DIRECTORY, help="Dataset [default: the run's own].")
+@click.option("--depth", type=click.IntRange(min=1), help="Steps at test time [default: the recipe's].")
+@click.option(
+    "--settle", type=click.IntRange(min=1), help="Stop a puzzle once its answer stood so many steps."
+)
+@json_option
+def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool) -> None:
+    """How many unseen puzzles the best checkpoint of RUN solves."""
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.inference import open_model
+    from trm.tasks.base import open_split
+    from trm.training.evaluation import evaluate as evaluate_split
+
+    model = open_model(run)
+    path = dataset or model.config.data.path
+    split = open_split(path, "test")
+    if split.shape != model.shape:
+        raise DataError(f"{path} does not fit the run: {split.shape} instead of {model.shape}")
+    changes = {"depth": depth, "settle": settle} if depth else {"settle": settle} if settle else {}
+    settings = model.config.evaluation.model_copy(update=changes)
+    with ProgressDisplay() as display:
+        result = evaluate_split(
+            model.answerer,
+            split,
+            settings,
+            128,
+            lambda done, total: display.update("evaluating", done, total),
+        )
+    facts = {"run": str(run), "data": str(path), "step": model.step, **result.as_dict()}
+    curve = ", ".join(
+        f"{accuracy:.1%} after {i + 1}" for i, accuracy in _milestones(result.accuracy_by_depth)
+    )
+    text = (
+        f"{run}, step {model.step}, on {result.examples} test puzzles of {path}:\n"
+        f"exact {result.exact_accuracy:.1%}, cells {result.token_accuracy:.2%}, "
+        f"halting head right {result.halt_accuracy:.1%}, {result.mean_steps:.1f} steps a puzzle\n"
+        f"exact by depth: {curve}"
+    )
+    _print(facts, as_json, text)
+
+
+def _milestones(values: list[float]) -> list[tuple[int, float]]:
+    """The first, the last, and powers of two between."""
+    chosen = {len(values) - 1} | {2**i - 1 for i in range(len(values).bit_length()) if 2**i <= len(values)}
+    return [(i, values[i]) for i in sorted(chosen)]
+
+
+@cli.command()
+@click.argument("run", type=DIRECTORY)
+@click.argument("puzzle", required=False)
+@click.option("--example", type=int, help="Instead of PUZZLE: this puzzle of the run's test set, from 0.")
+@click.option("--steps", is_flag=True, help="Show how the answer changes from step to step.")
+@click.option(
+    "--depth", type=click.IntRange(min=1), help="Exactly so many steps [default: until it settles]."
+)
+@json_option
+def predict(
+    run: Path, puzzle: str | None, example: int | None, steps: bool, depth: int | None, as_json: bool
+) -> None:
+    """Solve PUZZLE with the best checkpoint of RUN; - reads one puzzle a line from standard input.
+
+    Write one character a cell, row by row, with . or 0 for blanks.
+    """
+    from trm.inference import open_model, question_of_test_set
+    from trm.inference import predict as predict_one
+
+    if (puzzle is None) == (example is None):
+        raise click.UsageError("Give a PUZZLE, - for standard input, or --example N.")
+    model = open_model(run)
+    if example is not None:
+        questions = [question_of_test_set(model, example)]
+    else:
+        texts = [line for line in sys.stdin if line.strip()] if puzzle == "-" else [puzzle or ""]
+        questions = [model.task.encode(text, model.shape) for text in texts]
+    for question in questions:
+        prediction = predict_one(model, question, depth)
+        _print(_prediction_facts(model, prediction), as_json, _prediction_text(model, prediction, steps))
+
+
+def _prediction_facts(model: TrainedModel, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "question": model.task.decode(prediction.question),
+        "answer": model.task.decode(prediction.answers[-1]),
+        "valid": prediction.problem is None,
+        "problem": prediction.problem,
+        "steps": [model.task.decode(answer) for answer in prediction.answers],
+        "confidence": prediction.confidence,
+    }
+
+
+def _prediction_text(model: TrainedModel, prediction: Prediction, steps: bool) -> str:
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    question, answers = prediction.question, prediction.answers
+    shown = []
+    for i, answer in enumerate(answers if steps else answers[-1:], start=1 if steps else len(answers)):
+        before = answers[i - 2] if steps and i > 1 else None
+        changed = int((before != answer).sum()) if before is not None else None
+        note = (
+            "" if changed is None else ", nothing changed" if changed == 0 else f", {changed} cells changed"
+        )
+        grid = model.task.show(question, answer, before, color)
+        shown.append((f"step {i}{note}\n" if steps else "") + grid)
+    verdict = (
+        "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
+    )
+    summary = f"{verdict} (after {len(answers)} steps; the model gives it {prediction.confidence:.0%})"
+    marks = "given digits are " + ("bold" if color else "in brackets")
+    changes = f", changes {'green' if color else 'starred'}" if steps else ""
+    return "\n\n".join(shown) + f"\n\n{summary}\n{marks}{changes}"
+
+
+@cli.command()
+@click.argument("root", type=DIRECTORY, default=Path("runs"))
+@json_option
+def runs(root: Path, as_json: bool) -> None:
+    """List the runs under ROOT [default: runs]."""
+    from trm.runs import list_runs
+
+    found = list_runs(root)
+    lines = [
+        f"{run.path}  {run.task}  step {run.step}/{run.max_steps}"
+        + (f"  {run.seconds:.0f} s" if run.seconds is not None else "")
+        + (f"  exact {run.exact_accuracy:.1%}" if run.exact_accuracy is not None else "")
+        for run in found
+    ]
+    _print([run.as_dict() for run in found], as_json, "\n".join(lines) or f"There are no runs in {root}.")
+
+
+@cli.group()
+def checkpoint() -> None:
+    """Exchange weights with the public TRM code."""
+
+
+@checkpoint.command("import")
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run", "run", type=DIRECTORY, required=True, help="New run directory.")
+@json_option
+def import_checkpoint(file: Path, recipe: str, overrides: tuple[str, ...], run: Path, as_json: bool) -> None:
+    """Make a run from FILE, a state dict saved by the public code; RECIPE describes its model.
+
+    The file is read in a child process that can build tensors and nothing else.
+    """
+    from trm.backends.pytorch.exchange import import_reference
+    from trm.config import load_config
+
+    step = import_reference(file, load_config(recipe, overrides), run)
+    _print(
+        {"run": str(run), "step": step}, as_json, f"{run} holds the weights of {file}; try: trm eval {run}"
+    )
+
+
+@checkpoint.command("export")
+@click.argument("run", type=DIRECTORY)
+@click.argument("file", type=DIRECTORY)
+@click.option(
+    "--averaged/--raw", default=True, show_default=True, help="Averaged weights, or those of the step."
+)
+@json_option
+def export_checkpoint(run: Path, file: Path, averaged: bool, as_json: bool) -> None:
+    """Write the best weights of RUN to FILE under the names that the public code loads."""
+    from trm.backends.pytorch.exchange import export_reference
+
+    step = export_reference(run, file, averaged)
+    _print({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")
+
+
+def _print(facts: Any, as_json: bool, text: str) -> None:
+    click.echo(json.dumps(facts) if as_json else text)
+
+
+def main() -> None:
+    try:
+        cli()
+    except LaptopError as error:
+        click.echo(f"error: {error}", err=True)
+        if error.hint:
+            click.echo(f"hint: {error.hint}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,283 @@
+"""The recipe: everything that decides what is learned, and the plan settings beside it.
+
+A recipe is YAML. Unknown keys are refused with a suggestion, and every problem in a file is reported at
+once. Names are those that TRM configurations already use. The `plan`, `evaluation` and `checkpoints`
+sections say how a recipe is carried out and watched; they may change between two starts of one run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from macbook_optimization.errors import ConfigError
+
+
+def _not_a_switch(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would read `true` as 1
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+S = TypeVar("S", bound=Section)
+
+
+class ModelConfig(Section):
+    """The network. The paper's letters: x question, y answer (z_H), z latent (z_L);
+    n = `L_cycles`, T = `H_cycles`, N_sup = `halt_max_steps`."""
+
+    variant: Literal["trm", "singlez", "transformer"] = "trm"
+    hidden_size: Count = 512
+    num_heads: Count = 8
+    L_layers: Count = 2
+    H_layers: Count = 8  # only the transformer baseline, whose single level the public code calls H
+    H_cycles: Count = 3
+    L_cycles: Count = 6
+    expansion: Positive = 4.0
+    mlp_t: bool = False
+    pos_encodings: Literal["rope", "learned", "none"] = "rope"
+    puzzle_emb_ndim: CountOrZero = 0
+    puzzle_emb_len: CountOrZero = 16  # 0: as many positions as puzzle_emb_ndim needs
+    rms_norm_eps: Positive = 1e-5
+    rope_theta: Positive = 10000.0
+    width_multiple: Count = 256  # the public code rounds inner widths up to this; 32 suits small models
+    halt_max_steps: Count = 16
+    halt_exploration_prob: Fraction = 0.1
+    forward_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def prefix_len(self) -> int:
+        """Positions that the puzzle embedding takes before the first token."""
+        if self.puzzle_emb_ndim == 0:
+            return 0
+        return self.puzzle_emb_len or -(-self.puzzle_emb_ndim // self.hidden_size)
+
+    @property
+    def cycles_per_step(self) -> int:
+        return 1 if self.variant == "transformer" else self.H_cycles
+
+    @property
+    def num_layers(self) -> int:
+        return self.H_layers if self.variant == "transformer" else self.L_layers
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        found = []
+        head_size, rest = divmod(self.hidden_size, self.num_heads)
+        if not self.mlp_t and rest:
+            found.append(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        if not self.mlp_t and self.pos_encodings == "rope" and head_size % 2:
+            found.append(f"rotary positions need an even head size; hidden_size / num_heads is {head_size}")
+        if self.mlp_t and self.pos_encodings == "rope":
+            found.append(
+                "rotary positions act inside attention; with mlp_t use pos_encodings none or learned"
+            )
+        if self.prefix_len * self.hidden_size < self.puzzle_emb_ndim:
+            found.append(f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit puzzle_emb_len positions")
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+
+class TrainingConfig(Section):
+    supervision: Literal["deep", "terminal"] = "deep"
+    effective_batch_size: Count = 768
+    max_steps: Count = 10_000
+    optimizer: Literal["adam_atan2", "adamw"] = "adam_atan2"
+    learning_rate: Positive = 1e-4
+    lr_min_ratio: Fraction = 1.0
+    warmup_steps: CountOrZero = 2000
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: PositiveOrZero = 0.1
+    puzzle_emb_lr: PositiveOrZero = 1e-2
+    puzzle_emb_weight_decay: PositiveOrZero = 0.1
+    max_grad_norm: Positive | None = None
+    loss: Literal["stablemax_cross_entropy", "softmax_cross_entropy"] = "stablemax_cross_entropy"
+    halt_loss_weight: PositiveOrZero = 0.5
+    ema: bool = True
+    ema_rate: Fraction = 0.999
+    # Terminal supervision only: from this step on, the depth is drawn from 1 up to this value.
+    depths: dict[CountOrZero, Count] = {0: 1}
+    deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if 0 not in self.depths:
+            raise ValueError("depths must say what holds from step 0 on")
+        return self
+
+
+class EvaluationConfig(Section):
+    every_steps: Count = 1000
+    depth: Count = 16  # supervision steps at test time (single recursions under terminal supervision)
+    settle: Count | None = None  # stop a puzzle whose answer has not changed for this many steps
+    examples: Count | None = None  # only the first so many test examples
+    target_accuracy: Fraction | None = None  # training is done when exact accuracy reaches this
+
+
+class CheckpointsConfig(Section):
+    every_steps: Count | None = None
+    every_seconds: Positive = 60.0
+    keep: Count = 3
+
+
+class DataConfig(Section):
+    path: Path
+    augment: bool = True
+    build: dict[str, Any] | None = None  # the task's own options, used when nothing lies at `path`
+
+
+class PlanSettings(Section):
+    """What a user may fix by hand about how this machine carries the recipe out."""
+
+    micro_batch_size: Count | None = None
+    threads: Count | None = None
+    precision: Literal["float32", "bfloat16"] | None = None
+
+
+class RunConfig(Section):
+    task: Literal["sudoku"]
+    seed: CountOrZero = 0
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    plan: PlanSettings = PlanSettings()
+
+    def what_is_learned(self) -> dict[str, Any]:
+        """The part that a resumed run must share. Data are compared by content, not by path."""
+        learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})
+        learned["data"] = {"augment": self.data.augment}
+        if self.training.lr_min_ratio == 1:  # nothing then depends on where training ends
+            del learned["training"]["max_steps"]
+        return learned
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    package = Path(__file__).parent
+    directory = next(
+        (d for d in (package / "recipes", package.parents[1] / "recipes") if d.is_dir()), package / "recipes"
+    )
+    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
+
+
+def find_recipe(recipe: str) -> Path:
+    """A recipe is a file, or the name of a shipped one."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"There is no recipe {recipe!r}{_did_you_mean(recipe, shipped)}",
+        hint=f"Give a YAML file or one of: {', '.join(shipped)}",
+    )
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    path = find_recipe(str(recipe))
+    return config_from_text(path.read_text(encoding="utf-8"), str(path), overrides)
+
+
+def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin} is not readable as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin} holds no recipe: a mapping with task, data, model and training")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_section(RunConfig, tree, origin)
+
+
+def parse_section(section: type[S], tree: Mapping[str, Any], origin: str) -> S:
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        problems = [_describe(problem, section) for problem in error.errors()]
+    if len(problems) == 1:
+        raise ConfigError(f"{origin}: {problems[0]}")
+    raise ConfigError(f"{origin} has {len(problems)} problems:\n  " + "\n  ".join(problems))
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: here, there` for every leaf that differs."""
+    found = []
+    for key in sorted({*ours, *theirs}):
+        here, there = ours.get(key), theirs.get(key)
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            found += differences(here, there, f"{prefix}{key}.")
+        elif here != there:
+            found.append(f"{prefix}{key} is {here} here and {there} in the run")
+    return found
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(
+            f"{override!r} is not an override", hint="Write key=value, for example model.hidden_size=256"
+        )
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {override!r} is not readable as YAML") from error
+
+
+def _describe(problem: Any, section: type[BaseModel]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        *parents, key = problem["loc"]
+        known = _fields_at(section, parents)
+        # A key that was put into the wrong section is the next most likely slip.
+        elsewhere = [f"{name}.{key}" for name in section.model_fields if key in _fields_at(section, [name])]
+        suggestion = f"; did you mean {elsewhere[0]}?" if elsewhere else _did_you_mean(str(key), known)
+        return f"unknown key {where}{suggestion}"
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{where} is {problem['input']!r}: {message}" if "it should" in message else f"{where}: {message}"
+
+
+def _fields_at(section: type[BaseModel], parents: Sequence[Any]) -> list[str]:
+    for parent in parents:
+        annotation = section.model_fields[parent].annotation if parent in section.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

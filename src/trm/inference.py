@@ -1,0 +1,78 @@
+"""From a run to answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from macbook_optimization.errors import DataError
+from trm.backends.base import Answerer, load_backend
+from trm.config import RunConfig
+from trm.runs import Run
+from trm.tasks import load_task
+from trm.tasks.base import IntArray, Task, TaskShape, open_split
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """The best checkpoint of a run, ready to answer."""
+
+    config: RunConfig
+    task: Task
+    shape: TaskShape
+    step: int
+    answerer: Answerer
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    question: IntArray  # (L,)
+    answers: IntArray  # (steps, L), the last one settled or at full depth
+    confidence: float  # what the halting head believes of the last answer, 0 to 1
+    problem: str | None  # the rule that the answer breaks
+
+
+def open_model(path: Path) -> TrainedModel:
+    run = Run(path)
+    config = run.config
+    checkpoint = run.checkpoints().best_or_newest()
+    shape = TaskShape(**checkpoint.metadata["shape"])
+    backend = load_backend()
+    threads = config.plan.threads or psutil.cpu_count(logical=False) or 1
+    backend.prepare(threads=threads, deterministic=False)
+    weights = checkpoint.load("ema" if config.training.ema else "weights")
+    answerer = backend.answerer(config.model, config.training, shape, weights)
+    return TrainedModel(config, load_task(config.task), shape, checkpoint.step, answerer)
+
+
+def predict(model: TrainedModel, question: IntArray, depth: int | None = None) -> Prediction:
+    """Until the answer has stood still for a few steps, or for exactly `depth` steps."""
+    answers = model.answerer.answer(
+        question[None],
+        np.zeros(1, dtype=np.int64),
+        depth=depth or 4 * model.config.evaluation.depth,
+        settle=None if depth else model.config.evaluation.settle or 2,
+    )
+    steps = int(answers.steps[0])
+    tokens = answers.tokens[:steps, 0].astype(np.int64)
+    return Prediction(
+        question=question,
+        answers=tokens,
+        confidence=float(1 / (1 + np.exp(-answers.halt_logits[-1, 0]))),
+        problem=model.task.judge(question, tokens[-1]),
+    )
+
+
+def question_of_test_set(model: TrainedModel, number: int) -> IntArray:
+    """A puzzle of the run's own test set, counted from 0."""
+    dataset = model.config.data.path
+    split = open_split(dataset, "test")
+    if split.shape != model.shape:
+        raise DataError(f"{dataset} has another shape than the run's own data: {split.shape}")
+    if not 0 <= number < len(split):
+        raise DataError(f"There is no test puzzle {number}; {dataset} has 0 to {len(split) - 1}")
+    questions, _ = split.rows(np.array([number]))
+    return np.asarray(questions[0])
