@@ -247,7 +247,11 @@ def _prediction_text(model: TrainedModel, prediction: Prediction, steps: bool) -
         before = answers[i - 2] if steps and i > 1 else None
         changed = int((before != answer).sum()) if before is not None else None
         note = (
-            "" if changed is None else ", nothing changed" if changed == 0 else f", {changed} cells changed"
+            ""
+            if changed is None
+            else ", nothing changed"
+            if changed == 0
+            else f", {changed} cell{'s' * (changed > 1)} changed"
         )
         grid = model.task.show(question, answer, before, color)
         shown.append((f"step {i}{note}\n" if steps else "") + grid)
@@ -308,12 +312,18 @@ def import_checkpoint(file: Path, recipe: str, overrides: tuple[str, ...], run: 
 @click.option(
     "--averaged/--raw", default=True, show_default=True, help="Averaged weights, or those of the step."
 )
+@click.option(
+    "--compiled/--eager", default=True, show_default=True, help="Names of a compiled model, or not."
+)
 @json_option
-def export_checkpoint(run: Path, file: Path, averaged: bool, as_json: bool) -> None:
-    """Write the best weights of RUN to FILE under the names that the public code loads."""
+def export_checkpoint(run: Path, file: Path, averaged: bool, compiled: bool, as_json: bool) -> None:
+    """Write the best weights of RUN to FILE under the names that the public code loads.
+
+    That code compiles its model by default; with DISABLE_COMPILE set, it needs --eager names.
+    """
     from trm.backends.pytorch.exchange import export_reference
 
-    step = export_reference(run, file, averaged)
+    step = export_reference(run, file, averaged=averaged, compiled=compiled)
     _print({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")
 
 

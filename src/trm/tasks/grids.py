@@ -36,7 +36,7 @@ def read_rows(path: Path) -> list[Row]:
         raise DataError(f"{path} is empty")
     header = [cell.strip().lower() for cell in cells[0][1]]
     if not set(header) & set(_QUESTION_NAMES):
-        return [Row(line, row[0], row[1] if len(row) > 1 else None, None) for line, row in cells]
+        return [Row(line, row[0], _cell(row, 1), None) for line, row in cells]
     question, answer = _column(header, _QUESTION_NAMES), _column(header, _ANSWER_NAMES)
     source = _column(header, ("source",))
     return [
@@ -58,4 +58,4 @@ def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
 
 
 def _cell(row: Sequence[str], column: int | None) -> str | None:
-    return row[column] if column is not None and column < len(row) else None
+    return row[column] or None if column is not None and column < len(row) else None

@@ -256,7 +256,7 @@ def _from_file(asked: BuildOptions, progress: Progress) -> dict[str, Pairs]:
             f"{asked.file} has {len(ours)} puzzles for training"
             + ("" if others is None else f" and {len(others)} for testing")
             + f"; {asked.train or 'some'} and {asked.test} were asked for",
-            hint=f"Ask for fewer. The file's sources: {', '.join(sorted({row.source or '' for row in rows}))}",
+            hint=f"Ask for fewer. Sources in it: {', '.join(sorted({row.source or '-' for row in rows}))}",
         )
     train = _verified(ours[:num_train], asked, progress)
     test = _unlike(train, ours[num_train:] if others is None else others, asked, progress)

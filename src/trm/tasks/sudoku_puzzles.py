@@ -26,7 +26,7 @@ BLANKS: dict[int, dict[str, int]] = {
     9: {"easy": 36, "medium": 45, "hard": 50},
 }
 
-# Exhaustive searches found no puzzle with more blanks and one solution; for size 9, McGuire et al. 2012.
+# More leave no puzzle with one solution: proved for 4 and 9 (OEIS A198297), reported for 6, not checked here.
 MOST_BLANKS = {4: 12, 6: 28, 9: 64}
 
 _CELLS = (0, 1, 2, 3)

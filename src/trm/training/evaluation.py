@@ -22,7 +22,7 @@ class Evaluation:
     halt_accuracy: float  # the halting head knows whether the answer is right
     mean_steps: float
     accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
-    seconds: float
+    evaluation_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,5 +62,5 @@ def evaluate(
         halt_accuracy=knows / total,
         mean_steps=steps / total,
         accuracy_by_depth=(exact_by_depth / total).tolist(),
-        seconds=time.monotonic() - started,
+        evaluation_seconds=time.monotonic() - started,
     )

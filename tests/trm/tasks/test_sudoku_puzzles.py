@@ -134,7 +134,7 @@ def test_a_search_that_finds_not_one_puzzle_gives_up(monkeypatch):
         generate(9, 64, 1, seed=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(size=st.sampled_from([4, 6]), share=st.floats(0, 1), num_wrong=st.integers(0, 2), seed=seeds)
 def test_the_solver_counts_as_many_solutions_as_a_plain_one(size, share, num_wrong, seed):
     rng = np.random.default_rng(seed)

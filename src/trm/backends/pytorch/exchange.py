@@ -78,14 +78,15 @@ def import_reference(file: Path, config: RunConfig, path: Path) -> int:
     return 0
 
 
-def export_reference(path: Path, file: Path, averaged: bool) -> int:
+def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled: bool = True) -> int:
+    """The public code compiles its model unless told not to, and then loads compiled names only."""
     run = Run(path)
     config = run.config
     checkpoint = run.checkpoints().best_or_newest()
     weights = checkpoint.load("ema" if averaged and config.training.ema else "weights")
     partial = file.with_name(f".{file.name}.partial")
     try:
-        torch.save(to_reference(weights, config.model), partial)
+        torch.save(to_reference(weights, config.model, compiled), partial)
         partial.replace(file)
     except (OSError, RuntimeError) as error:  # torch reports a missing directory as RuntimeError
         raise CheckpointError(f"Cannot write {file}: {error}") from error
@@ -110,12 +111,15 @@ def from_reference(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
     return {**plain, "initial_latents": initial}
 
 
-def to_reference(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_reference(
+    weights: Mapping[str, Tensor], model: ModelConfig, compiled: bool = True
+) -> dict[str, Tensor]:
     level = "H_level." if model.variant == "transformer" else "L_level."
     plain = {name.replace("L_level.", level): tensor for name, tensor in weights.items()}
     initial = plain.pop("initial_latents")
     plain |= dict(zip(_INITIAL[model.variant], initial.clone(), strict=True))
-    return {f"model.inner.{name}": tensor.clone() for name, tensor in plain.items()}
+    prefix = "_orig_mod.model.inner." if compiled else "model.inner."
+    return {f"{prefix}{name}": tensor.clone() for name, tensor in plain.items()}
 
 
 def _shape(config: RunConfig) -> TaskShape:
@@ -176,6 +180,10 @@ def _check_sizes(archive: zipfile.ZipFile, pickle_name: str) -> None:
         raise CheckpointError(f"it is larger than {_MAX_TENSOR_BYTES // 2**30} GiB")
 
 
+class _StateDict(dict[str, Tensor]):
+    """What a module's state dict is rebuilt as: it carries an attribute, which a plain dict cannot."""
+
+
 class _TensorsOnly(pickle.Unpickler):
     """Resolves no name outside this table, so loading can build tensors and do nothing else."""
 
@@ -185,7 +193,7 @@ class _TensorsOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return _StateDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild_tensor
         if module == "torch" and name in _STORAGES:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.model import TinyRecursiveModel, widened
 from trm.config import TrainingConfig
 from trm.tasks.base import IGNORE_LABEL
 
@@ -28,7 +28,7 @@ def log_stablemax(logits: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
-    wide = logits.float()
+    wide = widened(logits)
     if loss == "softmax_cross_entropy":
         return F.cross_entropy(wide, labels, reduction="none")
     return -log_stablemax(wide).gather(-1, labels[:, None]).squeeze(-1)
@@ -53,8 +53,8 @@ def slot_losses(
     with torch.no_grad():
         right = (logits.argmax(-1) == labels).long()
         correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
-        exact = (correct == counts).float()
     halt_logits = model.halt_logits(y_LBD)[:, 0]
+    exact = (correct == counts).to(halt_logits.dtype)
     halt_loss = F.binary_cross_entropy_with_logits(halt_logits, exact, reduction="sum")
     total = per_token.sum() + training.halt_loss_weight * halt_loss
     return SlotLosses(total, correct, counts, halt_logits.detach())

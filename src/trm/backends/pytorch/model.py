@@ -31,8 +31,13 @@ def truncated_normal(*shape: int, std: float, generator: torch.Generator) -> Ten
     return normal.clamp(-2, 2) * (std / _TRUNCATED_STD)
 
 
+def widened(x: Tensor) -> Tensor:
+    """At least float32, for sums and logarithms; float64 stays, so that tests can do without rounding."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms_norm(x: Tensor, dim: int, eps: float) -> Tensor:
-    wide = x.float()
+    wide = widened(x)
     return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -78,15 +83,15 @@ class SwiGLU(nn.Module):
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    frequencies = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    frequencies = 1 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (..., L, head size), in float32."""
-    wide = x.float()
+    """Rotary positions on (..., L, head size)."""
+    wide = widened(x)
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -185,7 +190,7 @@ class TinyRecursiveModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.forward_dtype == "bfloat16" else torch.float32
+        return torch.bfloat16 if self.config.forward_dtype == "bfloat16" else self.initial_latents.dtype
 
     def start(self, batch_size: int) -> Tensor:
         """Latents (K, L, B, D) of examples that nobody has thought about yet."""
@@ -242,4 +247,4 @@ class TinyRecursiveModel(nn.Module):
     def halt_logits(self, y_LBD: Tensor) -> Tensor:
         """(B, 2) from the first position, which is the prefix's where there is one."""
         first = y_LBD[0]
-        return F.linear(first, self.q_head.weight.to(first.dtype), self.q_head.bias.to(first.dtype)).float()
+        return widened(F.linear(first, self.q_head.weight.to(first.dtype), self.q_head.bias.to(first.dtype)))

@@ -68,7 +68,7 @@ class TorchLearner:
             grad_norm=grad_norm,
             token_accuracy=float(correct.sum() / labelled.sum().clamp(min=1)),
             exact=(correct == labelled).numpy(),
-            halt_logits=halt_logits.numpy(),
+            halt_logits=halt_logits.float().numpy(),
         )
 
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:

@@ -1,0 +1,96 @@
+"""A checkpoint is complete or absent, and the newest good one wins."""
+
+import os
+
+import pytest
+import torch
+
+from macbook_optimization.checkpoint_management import CheckpointManager, find_damage
+from macbook_optimization.errors import CheckpointError
+
+
+def save(manager, step):
+    return manager.save(step, {"weights": {"w": torch.full((50,), float(step))}}, {"note": "x"})
+
+
+@pytest.fixture
+def manager(tmp_path):
+    return CheckpointManager(tmp_path, keep=2)
+
+
+def test_what_was_saved_is_loaded(manager):
+    save(manager, 3)
+    found = manager.newest_good()
+    assert (found.step, found.metadata["note"]) == (3, "x")
+    torch.testing.assert_close(found.load("weights")["w"], torch.full((50,), 3.0))
+
+
+def test_rotation_keeps_the_last_and_the_best(manager):
+    manager.mark_best(save(manager, 1), {"exact_accuracy": 0.5})
+    for step in range(2, 7):
+        save(manager, step)
+    assert sorted(path.name for path in manager.directory.iterdir()) == [f"step-{s:08d}" for s in (1, 5, 6)]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(manager, name, damage):
+    save(manager, 1)
+    path = save(manager, 2).path / name
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 0x80
+        path.write_bytes(content)
+    elif damage == "truncate":
+        os.truncate(path, len(content) - 1)
+    else:
+        path.unlink()
+    assert manager.newest_good().step == 1
+    assert (manager.directory / "damaged-step-00000002").is_dir()
+
+
+def test_no_bit_flip_goes_unnoticed(manager):
+    path = save(manager, 1).path / "weights.safetensors"
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 97):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert find_damage(path.parent) == "weights.safetensors is damaged"
+
+
+def test_an_unfinished_save_is_no_checkpoint(manager):
+    save(manager, 1)
+    partial = manager.directory / ".step-00000002.partial"
+    partial.mkdir()
+    (partial / "weights.safetensors").write_bytes(b"half")
+    assert manager.newest_good().step == 1
+    save(manager, 2)
+    assert manager.newest_good().step == 2
+
+
+def test_saving_a_step_again_replaces_it(manager):
+    save(manager, 1)
+    manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
+    assert manager.newest_good().load("weights")["w"].tolist() == [0, 0]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="Cannot write"):
+        save(CheckpointManager(tmp_path), 1)
+
+
+def test_a_run_without_checkpoints_says_what_to_do(manager):
+    assert manager.newest_good() is None
+    with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
+        manager.best_or_newest()
+    assert "trm train" in caught.value.hint
+
+
+def test_a_lost_best_checkpoint_falls_back_to_the_newest(manager):
+    best = save(manager, 1)
+    manager.mark_best(best, {"exact_accuracy": 0.9})
+    save(manager, 2)
+    (best.path / "state.json").unlink()
+    assert manager.best_or_newest().step == 2

@@ -1,0 +1,80 @@
+"""Small real things that many tests need: a model of a few thousand weights, a batch, a dataset."""
+
+from pathlib import Path
+
+import numpy as np
+
+from trm.backends.base import StepBatch
+from trm.config import ModelConfig, RunConfig, TrainingConfig
+from trm.tasks.base import TaskShape
+
+SHAPE = TaskShape(seq_len=5, vocab_size=6, output_vocab_size=4, num_puzzle_identifiers=3)
+
+VARIANTS = {
+    "mixer": {"mlp_t": True, "pos_encodings": "none"},
+    "mixer, learned positions": {"mlp_t": True, "pos_encodings": "learned"},
+    "attention, rotary": {"pos_encodings": "rope"},
+    "attention, learned positions": {"pos_encodings": "learned"},
+    "attention, no positions": {"pos_encodings": "none"},
+    "mixer, puzzle prefix": {
+        "mlp_t": True,
+        "pos_encodings": "none",
+        "puzzle_emb_ndim": 12,
+        "puzzle_emb_len": 2,
+    },
+    "attention, puzzle prefix": {"puzzle_emb_ndim": 8, "puzzle_emb_len": 0},
+    "singlez, mixer": {"variant": "singlez", "mlp_t": True, "pos_encodings": "none"},
+    "singlez, attention": {"variant": "singlez"},
+    "transformer": {"variant": "transformer", "H_layers": 2},
+}
+
+
+def model_config(**changes: object) -> ModelConfig:
+    small = {"hidden_size": 8, "num_heads": 2, "L_layers": 2, "H_cycles": 2, "L_cycles": 2, "expansion": 1.5}
+    return ModelConfig.model_validate({**small, "width_multiple": 4, **changes})
+
+
+def training_config(**changes: object) -> TrainingConfig:
+    few = {"effective_batch_size": 6, "warmup_steps": 0, "learning_rate": 1e-2, "max_steps": 100}
+    return TrainingConfig.model_validate({**few, **changes})
+
+
+def step_batch(num_slots: int = 6, shape: TaskShape = SHAPE, seed: int = 0) -> StepBatch:
+    """Some positions without a label, and another number of them in every slot."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, shape.output_vocab_size, (num_slots, shape.seq_len))
+    for slot in range(num_slots):
+        labels[slot, : slot % shape.seq_len] = -100
+    return StepBatch(
+        inputs=rng.integers(0, shape.vocab_size, (num_slots, shape.seq_len)),
+        labels=labels,
+        puzzle_identifiers=rng.integers(0, shape.num_puzzle_identifiers, num_slots),
+        fresh=np.arange(num_slots) % 3 != 1,
+    )
+
+
+def sudoku_dataset(directory: Path, train: int = 40, test: int = 12, size: int = 4) -> Path:
+    from trm.tasks.sudoku import TASK
+
+    options = {"size": size, "difficulty": "easy", "train": train, "test": test}
+    TASK.build(options, directory, lambda what, done, total: None)
+    return directory
+
+
+def run_config(dataset: Path, **changes: object) -> RunConfig:
+    """A recipe that takes a few milliseconds a step."""
+    tree = {
+        "task": "sudoku",
+        "data": {"path": str(dataset)},
+        "model": model_config(mlp_t=True, pos_encodings="none").model_dump(),
+        "training": training_config(max_steps=20).model_dump(),
+        "evaluation": {"every_steps": 10, "depth": 3},
+        "plan": {"threads": 1},
+    }
+    for key, value in changes.items():
+        section, _, leaf = key.partition("__")
+        if leaf:
+            tree[section][leaf] = value  # type: ignore[index]
+        else:
+            tree[section] = value
+    return RunConfig.model_validate(tree)

@@ -1,0 +1,156 @@
+"""Weights from and for the public code, and files that only look like them."""
+
+import collections
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from tiny import SHAPE, VARIANTS, model_config, run_config
+
+from macbook_optimization.errors import CheckpointError, LaptopError
+from trm.backends.pytorch.exchange import (
+    export_reference,
+    from_reference,
+    import_reference,
+    read_state_dict,
+    to_reference,
+)
+from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.runs import Run
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_map_there_and_back(variant):
+    config = model_config(**VARIANTS[variant])
+    weights = TinyRecursiveModel(config, SHAPE).state_dict()
+    again = from_reference(to_reference(weights, config), config)
+    assert again.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(again[name], tensor)
+
+
+def test_exported_names_are_those_of_the_public_code():
+    config = model_config(puzzle_emb_ndim=8)
+    names = to_reference(TinyRecursiveModel(config, SHAPE).state_dict(), config).keys()
+    assert {
+        "_orig_mod.model.inner.embed_tokens.embedding_weight",
+        "_orig_mod.model.inner.puzzle_emb.weights",
+        "_orig_mod.model.inner.L_level.layers.1.self_attn.qkv_proj.weight",
+        "_orig_mod.model.inner.L_level.layers.0.mlp.down_proj.weight",
+        "_orig_mod.model.inner.lm_head.weight",
+        "_orig_mod.model.inner.q_head.bias",
+        "_orig_mod.model.inner.H_init",
+        "_orig_mod.model.inner.L_init",
+    } <= names
+
+
+def recipe(tmp_path):
+    data = {"path": str(tmp_path / "nowhere"), "build": {"size": 4}}
+    return run_config(tmp_path, data=data, model__puzzle_emb_ndim=8)
+
+
+def reference_file(tmp_path, prefix="_orig_mod."):
+    config = recipe(tmp_path).model
+    shape = type(SHAPE)(seq_len=16, vocab_size=6, output_vocab_size=6, num_puzzle_identifiers=1)
+    model = TinyRecursiveModel(config, shape, seed=9)
+    state = to_reference(model.state_dict(), config, compiled=bool(prefix))
+    saved = collections.OrderedDict(state)
+    saved._metadata = model.state_dict()._metadata  # as every state dict of a module has it
+    torch.save(saved, tmp_path / "step_100")
+    return tmp_path / "step_100", state
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_an_imported_file_comes_out_again_as_it_went_in(tmp_path, prefix):
+    path, state = reference_file(tmp_path, prefix)
+    import_reference(path, recipe(tmp_path), tmp_path / "run")
+    export_reference(tmp_path / "run", tmp_path / "out.pt", compiled=bool(prefix))
+    exported = read_state_dict(tmp_path / "out.pt")
+    assert exported.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(exported[name], tensor)
+    assert Run(tmp_path / "run").checkpoints().newest_good().step == 0
+
+
+def test_a_file_of_another_shape_is_refused_with_both_shapes(tmp_path):
+    path, _ = reference_file(tmp_path)
+    config = recipe(tmp_path).model_copy(update={"model": model_config(puzzle_emb_ndim=8, L_layers=1)})
+    with pytest.raises(CheckpointError, match="do not fit the model of the recipe"):
+        import_reference(path, config, tmp_path / "run")
+    other = recipe(tmp_path).model_copy(update={"model": model_config(variant="transformer")})
+    with pytest.raises(LaptopError):
+        import_reference(path, other, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def zipped(path, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+
+
+def test_a_file_that_wants_to_run_something_is_refused_and_nothing_runs(tmp_path):
+    mark = tmp_path / "ran"
+    plain, torch_file = tmp_path / "plain.pt", tmp_path / "torch.pt"
+    zipped(plain, pickle.dumps({"w": Malicious(mark)}))
+    torch.save({"w": torch.zeros(2), "x": Malicious(mark)}, torch_file)
+    for path in (plain, torch_file):
+        with pytest.raises(CheckpointError, match=r"asks for \w+\.system"):
+            import_reference(path, recipe(tmp_path), tmp_path / "run")
+    assert not mark.exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        pickle.dumps([1, 2]),
+        pickle.dumps({}),
+        pickle.dumps({"a": 1}),
+        pickle.dumps({1: "a"}),
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(tR.",
+        b"\x80\x02" + b"(" * 10_000,
+    ],
+)
+def test_contents_that_are_no_state_dict_are_refused(tmp_path, content):
+    path = tmp_path / "file.pt"
+    zipped(path, content)
+    with pytest.raises(CheckpointError):
+        read_state_dict(path)
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
+    torch.save({"w": torch.zeros(4)}, tmp_path / "good.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt") as source, zipfile.ZipFile(tmp_path / "bad.pt", "w") as target:
+        for name in source.namelist():
+            short = name.endswith("data/0")
+            target.writestr(name, source.read(name)[:8] if short else source.read(name))
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        read_state_dict(tmp_path / "bad.pt")
+
+
+def test_compressed_and_foreign_files_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"0" * 10_000_000)
+    (tmp_path / "text.pt").write_text("hello")
+    with zipfile.ZipFile(tmp_path / "empty.pt", "w"):
+        pass
+    for name, message in (
+        ("bomb.pt", "compressed"),
+        ("text.pt", "not a zip"),
+        ("empty.pt", "no single data.pkl"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_state_dict(tmp_path / name)

@@ -1,0 +1,197 @@
+"""The PyTorch model against the plain NumPy reference, for every variant."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import recursion
+from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
+
+from trm.backends.base import StepSettings
+from trm.backends.pytorch.losses import log_stablemax
+from trm.backends.pytorch.model import TinyRecursiveModel, truncated_normal
+from trm.backends.pytorch.optim import Adam
+from trm.backends.pytorch.step import TorchLearner
+
+CYCLES = 2
+TESTS = Path(__file__).parents[2]
+BFLOAT16 = """
+from tiny import SHAPE, model_config, step_batch, training_config
+from trm.backends.base import StepSettings
+from trm.backends.pytorch.step import TorchLearner
+for dtype in ("float32", "bfloat16"):
+    config = model_config(mlp_t=True, pos_encodings="none", hidden_size=16, forward_dtype=dtype)
+    learner = TorchLearner(config, training_config(), SHAPE, seed=0)
+    print(learner.step(step_batch(), StepSettings(1, 2, 0.0, 0.0, 6), lambda done: None).loss)
+"""
+
+
+def settings(**changes):
+    values = {"step": 1, "cycles": CYCLES, "learning_rate": 0.0, "puzzle_emb_lr": 0.0, "micro_batch_size": 6}
+    return StepSettings(**{**values, **changes})
+
+
+def lively(model: TinyRecursiveModel) -> TinyRecursiveModel:
+    """Weights that no two of are zero or equal: a new halting head and new puzzle rows are all zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.q_head.weight.normal_(0, 0.5, generator=generator)
+        model.q_head.bias.normal_(0, 0.5, generator=generator)
+        if model.config.puzzle_emb_ndim:
+            model.puzzle_emb.weights.normal_(0, 0.5, generator=generator)
+    return model
+
+
+def in_numpy(model: TinyRecursiveModel) -> dict[str, np.ndarray]:
+    return {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
+
+
+def random_latents(model: TinyRecursiveModel, num_slots: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(model.start(num_slots).shape, generator=generator)
+
+
+def per_slot(latents: torch.Tensor) -> list[list[np.ndarray]]:
+    return [[latent[:, slot].double().numpy() for latent in latents] for slot in range(latents.shape[2])]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_forward_pass_is_that_of_the_reference(variant):
+    model = lively(TinyRecursiveModel(model_config(**VARIANTS[variant]), SHAPE, seed=3))
+    batch, weights = step_batch(), in_numpy(model)
+    latents = random_latents(model, 6)
+    rows = model.puzzle_emb.weights[batch.puzzle_identifiers] if model.config.puzzle_emb_ndim else None
+    new = model(torch.from_numpy(batch.inputs), rows, latents, CYCLES).detach()
+    logits = model.token_logits(model.answer_positions(new[0])).detach().numpy()
+    halting = model.halt_logits(new[0]).detach().numpy()
+    for slot, state in enumerate(per_slot(latents)):
+        expected = recursion.supervise(
+            batch.inputs[slot], batch.puzzle_identifiers[slot], state, weights, model.config, CYCLES
+        )
+        np.testing.assert_allclose(np.stack(expected[0]), new[:, :, slot], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(expected[1], logits[slot], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(expected[2], halting[slot], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "loss"),
+    [*((name, "stablemax_cross_entropy") for name in VARIANTS), ("mixer", "softmax_cross_entropy")],
+)
+def test_loss_and_gradients_are_those_of_the_reference(variant, loss):
+    training = training_config(loss=loss)
+    learner = TorchLearner(model_config(**VARIANTS[variant]), training, SHAPE, seed=3)
+    model = lively(learner.model)
+    learner.latents = random_latents(model, 6)
+    batch, weights, config = step_batch(), in_numpy(model), model.config
+    starts = per_slot(torch.where(torch.from_numpy(batch.fresh)[:, None], model.start(6), learner.latents))
+
+    def loss_of(moved):
+        arrays = (batch.inputs, batch.labels, batch.puzzle_identifiers)
+        return recursion.batch_loss(arrays, starts, moved, config, training, CYCLES, frozen=weights)
+
+    result = learner.step(batch, settings(), lambda done: None)
+    assert result.loss == pytest.approx(loss_of(weights), rel=1e-5)
+    rng = np.random.default_rng(4)
+    for name, parameter in model.named_parameters():
+        indices = [tuple(rng.integers(parameter.shape)) for _ in range(3)]
+        expected = recursion.gradient(loss_of, weights, name, indices)
+        found = [float(parameter.grad[index]) for index in indices]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_the_gradient_of_puzzle_rows_moves_each_row_by_its_sign():
+    config = model_config(puzzle_emb_ndim=12, puzzle_emb_len=2)
+    training = training_config(puzzle_emb_weight_decay=0.5)
+    learner = TorchLearner(config, training, SHAPE, seed=3)
+    model, batch = lively(learner.model), step_batch()
+    before, weights = model.puzzle_emb.weights.clone(), in_numpy(model)
+    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: None)
+    arrays = (batch.inputs, batch.labels, batch.puzzle_identifiers)
+    starts = per_slot(model.start(6))
+    for row in set(batch.puzzle_identifiers.tolist()):
+        slope = recursion.gradient(
+            lambda moved: recursion.batch_loss(arrays, starts, moved, config, training, CYCLES, weights),
+            weights, "puzzle_emb.weights", [(row, column) for column in range(12)],
+        )  # fmt: skip
+        expected = before[row].numpy() * (1 - 0.1 * 0.5) - 0.1 * np.sign(slope)
+        np.testing.assert_allclose(model.puzzle_emb.weights[row], expected, rtol=1e-5)
+
+
+def test_rows_of_puzzles_outside_the_batch_do_not_move():
+    learner = TorchLearner(model_config(puzzle_emb_ndim=8), training_config(), SHAPE, seed=0)
+    lively(learner.model)
+    batch = step_batch()
+    batch.puzzle_identifiers[:] = 1
+    before = learner.model.puzzle_emb.weights.clone()
+    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: None)
+    after = learner.model.puzzle_emb.weights
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam_atan2"])
+def test_the_optimizer_is_that_of_the_reference(optimizer):
+    rng = np.random.default_rng(0)
+    start, gradients = rng.normal(size=7), rng.normal(size=(5, 7))
+    training = training_config(optimizer=optimizer, weight_decay=0.3, beta1=0.8, beta2=0.9)
+    parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    adam = Adam({"p": parameter}, training)
+    for step, gradient in enumerate(gradients, start=1):
+        parameter.grad = torch.from_numpy(gradient)
+        adam.update(step, 0.05)
+    expected = recursion.adam(start, gradients, optimizer, 0.05, 0.3, 0.8, 0.9)
+    np.testing.assert_allclose(parameter.detach(), expected, rtol=1e-10)
+
+
+def test_adamw_is_that_of_torch():
+    training = training_config(optimizer="adamw", weight_decay=0.3)
+    ours = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    adam = Adam({"p": ours}, training)
+    reference = torch.optim.AdamW([theirs], lr=0.05, betas=(0.9, 0.95), weight_decay=0.3)
+    for step in range(1, 6):
+        for parameter in (ours, theirs):
+            parameter.grad = torch.sin(parameter.detach() * step)
+        adam.update(step, 0.05)
+        reference.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, -1.0, 1e4, -1e4])
+def test_stablemax_has_finite_gradients_everywhere(value):
+    logits = torch.full((1, 3), value, requires_grad=True)
+    log_stablemax(logits)[0, 0].backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_initial_weights_have_the_asked_spread_and_no_tails():
+    sample = truncated_normal(200_000, std=0.3, generator=torch.Generator().manual_seed(0))
+    assert float(sample.std()) == pytest.approx(0.3, rel=0.01)
+    assert float(sample.abs().max()) <= 2 * 0.3 / 0.8796 + 1e-6  # 0.8796: std of a normal cut at 2
+
+
+def test_the_head_sees_labelled_positions_only():
+    """A classifier is the same model with one labelled position."""
+    learner = TorchLearner(model_config(), training_config(), SHAPE, seed=0)
+    seen = []
+    compute = learner.model.token_logits
+    learner.model.token_logits = lambda positions: seen.append(positions.shape) or compute(positions)
+    batch = step_batch()
+    batch.labels[:, 1:] = -100
+    batch.labels[:, 0] = 2
+    learner.step(batch, settings(), lambda done: None)
+    assert seen == [(6, 8)]
+
+
+def test_bfloat16_stays_near_float32():
+    """In a child: a machine that advertises instructions it lacks kills the process at the first product."""
+    child = subprocess.run([sys.executable, "-c", BFLOAT16], capture_output=True, text=True, cwd=TESTS)
+    if child.returncode == -signal.SIGILL:
+        pytest.skip("this machine cannot multiply in bfloat16")
+    assert child.returncode == 0, child.stderr
+    wide, narrow = map(float, child.stdout.split())
+    assert narrow == pytest.approx(wide, rel=0.02)  # eight bits of mantissa

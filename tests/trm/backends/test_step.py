@@ -1,0 +1,156 @@
+"""One step, whatever the cut; and answers."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
+
+from macbook_optimization.errors import NonFiniteLossError
+from trm.backends.base import StepSettings
+from trm.backends.pytorch.step import TorchLearner
+
+
+def learner(supervision="deep", **model):
+    return TorchLearner(model_config(**model), training_config(supervision=supervision), SHAPE, seed=0)
+
+
+def take(ours, step=1, cut=6, cycles=2):
+    settings = StepSettings(step, cycles, learning_rate=1e-2, puzzle_emb_lr=1e-2, micro_batch_size=cut)
+    return ours.step(step_batch(seed=step), settings, lambda done: None)
+
+
+def assert_same_state(ours, theirs, **tolerance):
+    for group, tensors in ours.tensors().items():
+        for name, tensor in tensors.items():
+            expected = theirs.tensors()[group][name]
+            torch.testing.assert_close(tensor, expected, msg=f"{group} {name}", **tolerance)
+
+
+@pytest.fixture
+def float64():
+    """Nearly without rounding, so that what differs is a mistake."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+MANY = ["mixer", "attention, rotary", "attention, puzzle prefix", "singlez, mixer", "transformer"]
+
+
+@pytest.mark.parametrize("variant", MANY)
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+@pytest.mark.parametrize("cut", [5, 4, 3, 1])
+def test_any_cut_of_a_step_gives_the_same_update(variant, supervision, cut):
+    whole, pieces = learner(supervision, **VARIANTS[variant]), learner(supervision, **VARIANTS[variant])
+    one, other = take(whole), take(pieces, cut=cut)
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+    np.testing.assert_array_equal(other.exact, one.exact)
+    for name, weight in whole.parameters.items():
+        torch.testing.assert_close(pieces.parameters[name], weight, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("variant", MANY)
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+@pytest.mark.parametrize("cut", [5, 4, 3, 1])
+def test_any_cuts_of_many_steps_give_the_same_state(variant, supervision, cut):
+    """In float32, ten steps of Adam blow rounding up beyond any useful bound; in float64 they do not."""
+    whole, pieces = learner(supervision, **VARIANTS[variant]), learner(supervision, **VARIANTS[variant])
+    for step in range(1, 11):
+        take(whole, step)
+        take(pieces, step, cut)
+    assert_same_state(pieces, whole, rtol=1e-7, atol=1e-7)
+
+
+def test_an_interrupted_step_has_not_happened():
+    ours, untouched = learner(puzzle_emb_ndim=8), learner(puzzle_emb_ndim=8)
+    for each in (ours, untouched):
+        take(each)
+
+    def stop(done):
+        if done >= 4:
+            raise KeyboardInterrupt
+
+    settings = StepSettings(2, 2, learning_rate=1e-2, puzzle_emb_lr=1e-2, micro_batch_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        ours.step(step_batch(seed=2), settings, stop)
+    assert_same_state(ours, untouched, rtol=0, atol=0)
+    take(ours, 2)
+    take(untouched, 2)
+    assert_same_state(ours, untouched, rtol=0, atol=0)
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_weights_alone():
+    ours = learner()
+    with torch.no_grad():
+        ours.model.embed_tokens.embedding_weight.fill_(float("nan"))
+    before = {name: tensor.clone() for name, tensor in ours.model.state_dict().items()}
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        take(ours)
+    for name, tensor in ours.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)
+
+
+def test_clipping_bounds_the_gradient_before_the_update():
+    """With sgd-like accounting: Adam's first moment after one step is (1 - beta1) times the gradient."""
+    ours = TorchLearner(model_config(), training_config(max_grad_norm=1e-3), SHAPE, seed=0)
+    result = take(ours)
+    assert result.grad_norm > 1e-3
+    moments = [m for name, m in ours.optimizer.moments.items() if name.endswith("exp_avg")]
+    assert float(torch.cat([m.flatten() for m in moments]).norm()) == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+def test_averaged_weights_follow_at_the_stated_rate():
+    ours = TorchLearner(model_config(), training_config(ema_rate=0.75), SHAPE, seed=0)
+    before = ours.model.lm_head.weight.detach().clone()
+    take(ours)
+    expected = 0.75 * before + 0.25 * ours.model.lm_head.weight.detach()
+    torch.testing.assert_close(ours.averaged.lm_head.weight, expected)
+
+
+def test_fresh_slots_forget_what_the_slot_thought_before():
+    ours, other = learner(), learner()
+    other.latents = torch.where(
+        torch.from_numpy(step_batch(seed=1).fresh)[:, None], torch.randn_like(other.latents), other.latents
+    )
+    assert take(ours).loss == pytest.approx(take(other).loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("settle", [None, 1, 2])
+def test_an_answer_does_not_depend_on_the_other_puzzles(settle):
+    answerer = learner("terminal", mlp_t=True, pos_encodings="none").answerer()
+    batch = step_batch()
+    together = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=6, settle=settle)
+    for i in range(len(batch.inputs)):
+        alone = answerer.answer(batch.inputs[i : i + 1], batch.puzzle_identifiers[:1], depth=6, settle=settle)
+        np.testing.assert_array_equal(alone.tokens[:, 0], together.tokens[:, i])
+        assert alone.steps[0] == together.steps[i]
+
+
+def test_a_settled_answer_stood_still():
+    answerer = learner("terminal", mlp_t=True, pos_encodings="none").answerer()
+    batch = step_batch(num_slots=12)
+    answers = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=20, settle=2)
+    full = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=20)
+    early = np.flatnonzero(answers.steps < 20)
+    assert len(early), "no answer settled, so this test shows nothing"
+    for i in early:
+        last = answers.steps[i] - 1
+        assert (answers.tokens[last - 2 : last + 1, i] == answers.tokens[last, i]).all()
+        assert (answers.tokens[last:, i] == answers.tokens[last, i]).all()
+        np.testing.assert_array_equal(answers.tokens[: last + 1, i], full.tokens[: last + 1, i])
+    assert (full.steps == 20).all()
+
+
+def test_training_learns_a_tiny_set():
+    ours = TorchLearner(
+        model_config(mlp_t=True, pos_encodings="none", hidden_size=16),
+        training_config(supervision="terminal", learning_rate=1e-2, optimizer="adamw", weight_decay=0.0),
+        SHAPE,
+        seed=0,
+    )
+    losses = []
+    for step in range(1, 151):
+        settings = StepSettings(step, 2, learning_rate=1e-2, puzzle_emb_lr=0.0, micro_batch_size=6)
+        losses.append(ours.step(step_batch(), settings, lambda done: None).loss)
+    assert losses[-1] < 0.4 * losses[0]

@@ -1,0 +1,254 @@
+"""Sudoku as a task: symmetries, files, sets, and grids as text."""
+
+import gzip
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import sudoku_dataset
+
+from macbook_optimization.errors import ConfigError, DataError
+from trm.tasks import sudoku_puzzles as puzzles
+from trm.tasks.base import TaskShape, open_split
+from trm.tasks.sudoku import TASK, draw_symmetry, parse_puzzle
+
+EASY = "..3.2.6..9..3.5..1..18.64....81.29..7.......8..67.82....26.95..8..2.3..9..5.1.3.."
+SOLVED = "483921657967345821251876493548132976729564138136798245372689514814253769695417382"
+OTHER = "4...3.......6..8..........1....5..9..8....6...7.2........1.27..5.3....4.9........"
+NINE = TaskShape(81, 11, 11, 1)
+SHARED = Path(__file__).parents[3] / ".." / "shared" / "data" / "sudoku.csv.xz"
+
+
+def quiet(what, done, total):
+    pass
+
+
+def build(directory, **options):
+    TASK.build(options, directory, quiet)
+    return directory
+
+
+draw_rows = st.integers(0, 2**32).map(lambda seed: np.random.default_rng(seed).random((3, TASK.num_draws)))
+sizes = st.sampled_from([4, 6, 9])
+
+
+@given(size=sizes, draws=draw_rows)
+def test_every_symmetry_has_an_inverse(size, draws):
+    tokens = np.random.default_rng(0).integers(0, size + 2, (3, size, size))
+    symmetry = draw_symmetry(size, draws)
+    np.testing.assert_array_equal(symmetry.inverse().apply(symmetry.apply(tokens)), tokens)
+    np.testing.assert_array_equal(symmetry.apply(symmetry.inverse().apply(tokens)), tokens)
+
+
+@settings(max_examples=25)
+@given(size=sizes, draws=draw_rows)
+def test_a_symmetric_copy_is_the_same_puzzle_with_the_moved_solution(size, draws):
+    questions, answers = puzzles.generate(size, puzzles.BLANKS[size]["easy"], 3, seed=1)
+    inputs, labels = ((grids.reshape(3, -1) + 1).astype(np.int64) for grids in (questions, answers))
+    moved, solved = TASK.augment(inputs, labels, draws)
+    for i in range(3):
+        assert TASK.judge(moved[i], solved[i]) is None
+    grids = (moved - 1).reshape(3, size, size).astype(np.uint8)
+    found, counts = puzzles.solve(grids)
+    assert (counts == 1).all()
+    np.testing.assert_array_equal(found.reshape(3, -1), solved - 1)
+    expected = puzzles.fingerprints(questions, answers)
+    np.testing.assert_array_equal(puzzles.fingerprints(grids, found), expected)
+
+
+def test_augmentation_reaches_transpositions_bands_and_digits():
+    draws = np.random.default_rng(0).random((400, TASK.num_draws))
+    symmetry = draw_symmetry(9, draws)
+    assert 0.4 < symmetry.transpose.mean() < 0.6
+    assert len({tuple(row) for row in symmetry.rows}) > 250  # of 1,296
+    assert len({tuple(row) for row in symmetry.columns}) > 250
+    assert len({tuple(row) for row in symmetry.digits}) > 390  # of 362,880
+    assert not draw_symmetry(6, draws).transpose.any()  # boxes of 2 x 3 do not survive it
+
+
+def test_ignored_labels_stay_ignored():
+    labels = np.full((1, 16), -100)
+    labels[0, 0] = 3
+    _, moved = TASK.augment(
+        np.ones((1, 16), dtype=np.int64), labels, np.random.default_rng(0).random((1, 46))
+    )
+    assert (moved == -100).sum() == 15
+
+
+@given(st.text(alphabet=".0123456789", min_size=81, max_size=81))
+def test_encode_and_decode_are_inverses(text):
+    try:
+        tokens = TASK.encode(text, NINE)
+    except DataError:
+        return  # contradicts itself
+    assert TASK.decode(tokens) == text.replace("0", ".")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (EASY[:-1], "81 cells; this one has 80"),
+        (EASY + ".", "this one has 82"),
+        ("", "this one has 0"),
+        (EASY[:-1] + "x", "'x' cannot stand"),
+        ("33" + EASY[2:], "row 1 has two 3s"),
+    ],
+)
+def test_a_wrong_puzzle_is_refused_with_its_reason(text, message):
+    with pytest.raises(DataError, match=message):
+        parse_puzzle(text, 9)
+
+
+def test_a_digit_beyond_the_size_is_refused():
+    with pytest.raises(DataError, match="'7' cannot stand in a 6x6 puzzle"):
+        parse_puzzle("7" + "." * 35, 6)
+
+
+def test_a_puzzle_may_be_typed_as_a_grid():
+    grid = "\n".join(EASY[i : i + 9] for i in range(0, 81, 9))
+    np.testing.assert_array_equal(parse_puzzle(grid, 9), parse_puzzle(EASY, 9))
+
+
+def test_answers_are_shown_with_given_digits_and_changes_marked():
+    question, answer = TASK.encode("1..." + "." * 12, TaskShape(16, 6, 6, 1)), np.full(16, 3)
+    answer[0] = 2
+    before = answer.copy()
+    before[1] = 4
+    lines = TASK.show(question, answer, before, color=False).splitlines()
+    assert lines[0] == "[1] 2* | 2  2 "
+    assert lines[2] == "-------+-------"
+    assert "\033[1m1" in TASK.show(question, answer, before, color=True)
+
+
+def test_a_wrong_answer_is_told_from_a_right_one():
+    question, answer = TASK.encode(EASY, NINE), TASK.encode(SOLVED, NINE)
+    assert TASK.judge(question, answer) is None
+    wrong = answer.copy()
+    wrong[2] = 2
+    assert "given digit at row 1, column 3" in TASK.judge(question, wrong)
+    wrong = answer.copy()
+    wrong[0] = 10
+    assert "two 9s" in TASK.judge(question, wrong)
+    wrong[0] = 1
+    assert "row 1, column 1 is empty" in TASK.judge(question, wrong)
+
+
+@pytest.mark.parametrize(("size", "train", "test"), [(4, 300, 40), (6, 300, 60), (9, 100, 20)])
+def test_train_and_test_share_no_puzzle_not_even_a_symmetric_copy(tmp_path, size, train, test):
+    dataset = sudoku_dataset(tmp_path / "set", train, test, size)
+    marks = {}
+    for name, count in (("train", train), ("test", test)):
+        split = open_split(dataset, name)
+        assert len(split) == count
+        assert len({row.tobytes() for row in split.inputs}) == count
+        grids = (
+            array.reshape(count, size, size).astype(np.uint8) - 1 for array in (split.inputs, split.labels)
+        )
+        marks[name] = puzzles.fingerprints(*grids)
+    assert not set(marks["train"].tolist()) & set(marks["test"].tolist())
+
+
+def test_the_same_options_build_the_same_set(tmp_path):
+    first, second = (sudoku_dataset(tmp_path / name, 30, 8) for name in ("a", "b"))
+    for path in sorted(first.rglob("*")):
+        if path.is_file():
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path
+
+
+def test_a_set_has_the_layout_of_the_public_code(tmp_path):
+    dataset = sudoku_dataset(tmp_path / "set", 10, 4)
+    assert np.load(dataset / "train" / "all__inputs.npy").shape == (10, 16)
+    assert np.load(dataset / "train" / "all__puzzle_indices.npy").tolist() == list(range(11))
+    assert np.load(dataset / "test" / "all__puzzle_identifiers.npy").tolist() == [0] * 4
+    assert {path.name for path in dataset.iterdir()} == {"train", "test", "identifiers.json", "build.json"}
+
+
+def test_more_puzzles_than_there_are_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="were asked for"):
+        build(tmp_path / "set", size=4, blanks=2, train=20_000_000, test=1)
+    assert not (tmp_path / "set").exists()
+
+
+def test_an_impossible_number_of_blanks_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="blanks"):
+        build(tmp_path / "set", size=9, blanks=75, train=1, test=1)
+
+
+def test_build_options_are_checked_like_a_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean blanks"):
+        build(tmp_path / "set", blank=3)
+
+
+@pytest.mark.parametrize("form", ["csv", "csv without header", "lines", "gz", "xz"])
+def test_puzzles_are_read_from_every_form_of_file(tmp_path, form):
+    rows = [f"test,{EASY},{SOLVED},0", f"test,{OTHER},,124"]
+    text = "source,question,answer,rating\n" + "\n".join(rows)
+    if form == "csv without header":
+        text = f"{EASY},{SOLVED}\n{OTHER}\n"
+    if form == "lines":
+        text = f"{EASY.replace('.', '0')}\n\n{OTHER}\n"
+    path = tmp_path / {"gz": "p.csv.gz", "xz": "p.csv.xz"}.get(form, "p.csv")
+    write = {"gz": gzip.open, "xz": lzma.open}.get(form, open)
+    with write(path, "wt") as file:
+        file.write(text)
+    dataset = build(tmp_path / "set", **{"from": str(path)}, train=1, test=1)
+    found = {TASK.decode(open_split(dataset, name).inputs[0]) for name in ("train", "test")}
+    assert found == {EASY, OTHER}
+    answers = {TASK.decode(open_split(dataset, name).labels[0]) for name in ("train", "test")}
+    assert SOLVED in answers
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"{EASY}\n{EASY[:-1]}\n", "line 2: A 9x9 puzzle has 81 cells; this one has 80"),
+        (f"{EASY}\n33{EASY[2:]}\n", "line 2: The puzzle contradicts itself: row 1 has two 3s"),
+        (f"{EASY}\n{'.' * 81}\n", "line 2: the puzzle has more than one solution"),
+        (f"{EASY}\n{'5' + EASY[1:]}\n", "line 2: the puzzle has no solution"),
+        (f"{EASY},{SOLVED[1:]}4\n{OTHER}\n", "line 1: The puzzle contradicts itself"),
+        (
+            f"{EASY},{SOLVED.translate(str.maketrans('12', '21'))}\n{OTHER}\n",
+            "line 1: the stated answer is not",
+        ),
+        ("", "is empty"),
+        (f"{EASY}\n", "has 1 puzzles for training; some and 1 were asked for"),
+    ],
+)
+def test_a_file_with_a_wrong_puzzle_is_refused_by_line(tmp_path, content, message):
+    path = tmp_path / "puzzles.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path / "set", **{"from": str(path)}, test=1)
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match="There is no puzzle file"):
+        build(tmp_path / "set", **{"from": str(tmp_path / "nowhere.csv")})
+    for name in ("p.csv", "p.csv.xz", "p.csv.gz"):
+        path = tmp_path / name
+        path.write_bytes(bytes(range(256)))
+        with pytest.raises(DataError, match="cannot be read"):
+            build(tmp_path / "set", **{"from": str(path)})
+
+
+def test_a_symmetric_copy_of_a_training_puzzle_is_no_test_puzzle(tmp_path):
+    copy = EASY.translate(str.maketrans("123456789", "912345678"))
+    path = tmp_path / "p.csv"
+    path.write_text(f"source,question\ntrain,{EASY}\ntest,{copy}\ntest,{OTHER}\n")
+    options = {"from": str(path), "source": "train", "test_source": "test"}
+    dataset = build(tmp_path / "set", **options, test=1)
+    assert TASK.decode(open_split(dataset, "test").inputs[0]) == OTHER
+    with pytest.raises(DataError, match="Only 1 of the 2 test puzzles"):
+        build(tmp_path / "other", **options, test=2)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real puzzles are not here (../shared/data)")
+def test_the_real_sudoku_extreme_puzzles_are_read(tmp_path):
+    options = {"source": "sudoku_extreme_train1k", "test_source": "forum_hardest_1905_11+"}
+    dataset = build(tmp_path / "set", **options, **{"from": str(SHARED)}, train=1000, test=64)
+    assert len(open_split(dataset, "train")) == 1000
+    assert len(open_split(dataset, "test")) == 64

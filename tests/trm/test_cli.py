@@ -1,0 +1,247 @@
+"""The command line as a user meets it: real processes, exit codes, one error line and a hint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRM = Path(sys.executable).with_name("trm")
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20", "evaluation.depth=3",
+    "evaluation.target_accuracy=null", "plan.threads=1",
+)  # fmt: skip
+FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
+
+
+def trm(*arguments, cwd, stdin=None):
+    return subprocess.run(
+        [TRM, *map(str, arguments)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+def ok(*arguments, cwd, stdin=None):
+    done = trm(*arguments, cwd=cwd, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fails(code, *arguments, cwd, stdin=None):
+    done = trm(*arguments, cwd=cwd, stdin=stdin)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A directory with a trained (if not clever) run in it."""
+    directory = tmp_path_factory.mktemp("workspace")
+    ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "run", cwd=directory)
+    return directory
+
+
+def test_help_answers_at_once():
+    """The interpreter's own start is measured beside it; best of five, because machines are noisy."""
+
+    def best_of_five(command):
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            subprocess.run(command, capture_output=True, check=True)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert best_of_five([TRM, "--help"]) - best_of_five([sys.executable, "-c", "pass"]) < 0.3
+
+
+def test_help_loads_neither_torch_nor_numpy():
+    code = "import sys, trm.cli; print({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "eval", "predict", "runs", "data build sudoku", "checkpoint import"]
+)
+def test_every_command_explains_itself(command, tmp_path):
+    assert "Usage: trm" in ok(*command.split(), "--help", cwd=tmp_path)
+
+
+def test_a_dataset_is_built_once(tmp_path):
+    build = ("data", "build", "sudoku", "--size", 4, "--train", 30, "--test", 8, "--out", "set")
+    assert json.loads(ok(*build, "--json", cwd=tmp_path)) == {"path": "set", "train": 30, "test": 8}
+    assert "set is already there" in fails(1, *build, cwd=tmp_path)
+
+
+def test_a_run_tells_its_result_as_json(workspace):
+    facts = json.loads(ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "run", "--json", cwd=workspace))
+    assert (facts["reason"], facts["step"]) == ("max_steps", 40)
+    assert 0 <= facts["best"]["exact_accuracy"] <= 1
+
+
+def test_runs_are_listed(workspace):
+    (found,) = json.loads(ok("runs", ".", "--json", cwd=workspace))
+    assert (found["path"], found["task"], found["step"], found["max_steps"]) == ("run", "sudoku", 40, 40)
+    assert "run  sudoku  step 40/40" in ok("runs", ".", cwd=workspace)
+    assert "There are no runs" in ok("runs", cwd=workspace)
+
+
+def test_eval_reports_accuracy_by_depth(workspace):
+    facts = json.loads(ok("eval", "run", "--depth", 5, "--json", cwd=workspace))
+    assert facts["examples"] == 12
+    assert len(facts["accuracy_by_depth"]) == 5
+    assert facts["mean_steps"] <= 5
+    assert "exact by depth:" in ok("eval", "run", cwd=workspace)
+
+
+PUZZLE = "1.....3..4.....2"
+
+
+def test_predict_prints_the_grid_with_given_digits_marked(workspace):
+    text = ok("predict", "run", PUZZLE, cwd=workspace)
+    assert "[1]" in text
+    assert "given digits are in brackets" in text
+    assert "solved" in text
+
+
+def test_predict_shows_how_the_answer_forms(workspace):
+    text = ok("predict", "run", PUZZLE, "--steps", "--depth", 3, cwd=workspace)
+    assert [line.split(",")[0] for line in text.splitlines() if line.startswith("step")] == [
+        "step 1", "step 2", "step 3",
+    ]  # fmt: skip
+
+
+def test_predict_reads_puzzles_from_standard_input(workspace):
+    lines = ok("predict", "run", "-", "--json", cwd=workspace, stdin=f"{PUZZLE}\n\n{'.' * 16}\n").splitlines()
+    first, second = map(json.loads, lines)
+    assert first["question"] == PUZZLE
+    assert len(second["answer"]) == 16
+    assert first["valid"] == (first["problem"] is None)
+
+
+def test_predict_takes_a_puzzle_of_the_test_set(workspace):
+    facts = json.loads(ok("predict", "run", "--example", 3, "--json", cwd=workspace))
+    assert len(facts["question"]) == 16
+    assert "There is no test puzzle 99" in fails(1, "predict", "run", "--example", 99, cwd=workspace)
+
+
+def test_a_run_is_exported_and_imported(workspace):
+    ok("checkpoint", "export", "run", "weights.pt", cwd=workspace)
+    ok("checkpoint", "import", "weights.pt", "sudoku-6x6", *FOUR, *TINY, "--run", "imported", cwd=workspace)
+    before, after = (json.loads(ok("eval", run, "--json", cwd=workspace)) for run in ("run", "imported"))
+    assert after["exact_accuracy"] == before["exact_accuracy"]
+    assert after["token_accuracy"] == before["token_accuracy"]
+    outcome = ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "imported", "--max-steps", 1, cwd=workspace)
+    assert "The same command goes on from there." in outcome
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "message"),
+    [
+        (1, ["predict", "run", "12"], "A 4x4 puzzle has 16 cells; this one has 2"),
+        (1, ["predict", "run", "11.............."], "row 1 has two 1s"),
+        (1, ["predict", "run", "x..............."], "'x' cannot stand"),
+        (1, ["predict", "nowhere", PUZZLE], "nowhere is not a run"),
+        (1, ["eval", "run", "--data", "nowhere"], "There is no dataset at nowhere"),
+        (2, ["train", "no-such-recipe"], "There is no recipe"),
+        (2, ["train", "sudoku-6x6", "model.hiden_size=3"], "did you mean hidden_size?"),
+        (2, ["train", "sudoku-6x6", "training.learning_rate=fast"], "valid number"),
+        (1, ["train", "sudoku-6x6", *FOUR, *TINY, "seed=3", "--run", "run"], "seed is 3 here and 0 in"),
+        (1, ["train", "sudoku-6x6", *FOUR, *TINY, "--run", "/proc/run"], "Cannot create the run directory"),
+        (1, ["data", "build", "sudoku", "--size", "4", "--out", "/proc/set"], "Cannot write the dataset"),
+        (1, ["data", "build", "sudoku", "--from", "nowhere.csv", "--out", "new"], "There is no puzzle file"),
+        (2, ["data", "build", "sudoku", "--blanks", "-3", "--out", "new"], "blanks is -3"),
+        (1, ["checkpoint", "import", "set/build.json", "sudoku-6x6", "--run", "new"], "not a zip file"),
+        (1, ["checkpoint", "export", "run", "nowhere/weights.pt"], "Cannot write"),
+        (1, ["train", "sudoku-extreme", "--run", "new"], "There is no puzzle file data/sudoku.csv.xz"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_error_line_and_loses_nothing(workspace, code, arguments, message):
+    before = sorted(path for path in workspace.rglob("*") if "run" in path.parts)
+    assert message in fails(code, *arguments, cwd=workspace)
+    assert sorted(path for path in workspace.rglob("*") if "run" in path.parts) == before
+    assert not (workspace / "new").exists()
+
+
+def test_predict_wants_exactly_one_puzzle(workspace):
+    assert trm("predict", "run", cwd=workspace).returncode == 2
+    assert trm("predict", "run", PUZZLE, "--example", "1", cwd=workspace).returncode == 2
+
+
+def interrupt_after_step(command, cwd, step):
+    """Ctrl-C once the metrics show that step."""
+    child = subprocess.Popen(
+        list(map(str, command)), cwd=cwd, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    metrics = cwd / "long" / "metrics.jsonl"
+    while time.monotonic() < deadline and child.poll() is None:
+        if metrics.exists() and any(
+            json.loads(line)["step"] >= step for line in metrics.read_text().splitlines()
+        ):
+            child.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.05)
+    output, errors = child.communicate(timeout=60)
+    return child.returncode, output, errors
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
+    command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "training.max_steps=100000", "--run", "long"]
+    code, output, errors = interrupt_after_step(command, workspace, 5)
+    assert code == 130, errors
+    assert "Stopped after step" in output
+    saved = sorted((workspace / "long" / "checkpoints").iterdir())[-1]
+    step = json.loads((saved / "state.json").read_text())["step"]
+    assert f"Stopped after step {step}," in output
+    again = trm(*command[1:], "--max-steps", step + 3, cwd=workspace)
+    assert f"Resuming long after step {step}." in again.stderr
+    assert f"after step {step + 3}," in again.stdout
+
+
+def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_intact(workspace):
+    """The first Ctrl-C only asks, so a process that is stopped and then interrupted twice sees both."""
+    command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "training.max_steps=100000", "--run", "twice"]
+    ok(*command[1:], "--max-steps", 3, cwd=workspace)
+    child = subprocess.Popen(list(map(str, command)), cwd=workspace, stderr=subprocess.PIPE, text=True)
+    for line in child.stderr:
+        if line.startswith("Resuming"):
+            break
+    time.sleep(0.5)
+    for _ in range(2):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Resuming twice after step" in trm(*command[1:], "--max-steps", 1, cwd=workspace).stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_directory_is_an_error(workspace, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    arguments = ["train", "sudoku-6x6", *FOUR, *TINY, "--run", closed / "run"]
+    assert "Permission denied" in fails(1, *arguments, cwd=workspace)
+
+
+SHARED = ROOT / ".." / "shared" / "data" / "sudoku.csv.xz"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="the real puzzles are not here (../shared/data)")
+def test_the_papers_recipe_starts_from_the_thousand_puzzles_and_resumes(tmp_path):
+    """Everything as in the recipe but the number of slots, so that a step takes seconds, not minutes."""
+    recipe = (ROOT / "recipes" / "sudoku-extreme.yaml", f"data.build.from={SHARED}", "data.path=set")
+    small = ("training.effective_batch_size=4", "plan.micro_batch_size=2", "--run", "run")
+    first = ok("train", *recipe, *small, "--max-steps", 1, "--json", cwd=tmp_path)
+    second = ok("train", *recipe, *small, "--max-steps", 2, "--json", cwd=tmp_path)
+    assert [json.loads(text)["step"] for text in (first, second)] == [1, 2]
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
+    assert state["shape"]["seq_len"] == 81
+    assert state["slots"]["supervised"] == [2, 2, 2, 2]

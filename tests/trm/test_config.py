@@ -1,0 +1,137 @@
+"""Recipes: what they may say, and what a user is told who says something else."""
+
+import pytest
+import yaml
+
+from macbook_optimization.errors import ConfigError
+from trm.config import RunConfig, config_from_text, differences, find_recipe, load_config, shipped_recipes
+
+MINIMAL = "task: sudoku\ndata: {path: somewhere}\n"
+
+
+def problems_of(text, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        config_from_text(text, "recipe.yaml", overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_valid(name):
+    assert isinstance(load_config(name), RunConfig)
+
+
+def test_a_recipe_survives_being_written_and_read():
+    config = load_config("sudoku-6x6")
+    assert config_from_text(config.to_yaml(), "again") == config
+
+
+def test_an_unknown_key_gets_a_suggestion():
+    assert "did you mean hidden_size?" in problems_of(MINIMAL, "model.hiden_size=256")
+
+
+def test_a_key_in_the_wrong_place_is_sent_to_its_section():
+    assert "did you mean training.learning_rate?" in problems_of(MINIMAL, "learning_rate=1")
+
+
+def test_all_problems_are_reported_at_once():
+    text = problems_of(MINIMAL, "model.hiden_size=256", "training.learning_rate=-1", "seed=many")
+    assert "3 problems" in text
+    assert "model.hiden_size" in text
+    assert "training.learning_rate is -1" in text
+    assert "seed is 'many'" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.learning_rate=0", "greater than 0"),
+        ("training.learning_rate=fast", "valid number"),
+        ("training.learning_rate=.nan", "greater than 0"),
+        ("training.learning_rate=.inf", "finite number"),
+        ("model.hidden_size=12.5", "valid integer"),
+        ("model.hidden_size=true", "not true or false"),
+        ("model.num_heads=7", "not a multiple of num_heads 7"),
+        ("model.variant=trmm", "'trm', 'singlez' or 'transformer'"),
+        ("training.effective_batch_size=-4", "greater than or equal to 1"),
+        ("training.depths={5: 2}", "from step 0 on"),
+        ("model.mlp_t=true", "rotary positions act inside attention"),
+        ("task=chess", "'sudoku'"),
+        ("model=3", "valid dictionary"),
+        ("data.path=", "path"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_reason(override, message):
+    assert message in problems_of(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a list", "just words", "task: [unclosed", "a: !!python/object:os.system x"]
+)
+def test_a_file_that_is_no_recipe_is_refused(text):
+    assert "recipe.yaml" in problems_of(text)
+
+
+@pytest.mark.parametrize("override", ["nonsense", "=3", "a=[1"])
+def test_an_override_that_is_none_is_refused(override):
+    problems_of(MINIMAL, override)
+
+
+def test_overrides_read_numbers_as_people_write_them():
+    config = config_from_text(MINIMAL, "r", ["training.learning_rate=1e-3", "training.depths={0: 1, 50: 4}"])
+    assert config.training.learning_rate == 1e-3
+    assert config.training.depths == {0: 1, 50: 4}
+
+
+def test_a_missing_recipe_lists_those_there_are():
+    with pytest.raises(ConfigError, match="did you mean sudoku-6x6") as caught:
+        find_recipe("sudoku6x6")
+    assert "sudoku-extreme" in str(caught.value.hint)
+
+
+def test_what_is_learned_does_not_depend_on_how_it_is_carried_out():
+    config = load_config("sudoku-6x6")
+    changed = [
+        "plan.micro_batch_size=4",
+        "evaluation.every_steps=7",
+        "checkpoints.keep=9",
+        "data.path=elsewhere",
+    ]
+    assert load_config("sudoku-6x6", changed).what_is_learned() == config.what_is_learned()
+    other = load_config("sudoku-6x6", ["model.hidden_size=64", "seed=5"])
+    found = differences(other.what_is_learned(), config.what_is_learned())
+    assert [line.split(" ")[0] for line in found] == ["model.hidden_size", "seed"]
+
+
+def test_a_run_with_a_constant_learning_rate_may_be_prolonged():
+    constant = config_from_text(MINIMAL, "r", ["training.max_steps=10"])
+    longer = config_from_text(MINIMAL, "r", ["training.max_steps=20"])
+    assert constant.what_is_learned() == longer.what_is_learned()
+    falling = [
+        config_from_text(MINIMAL, "r", [f"training.max_steps={n}", "training.lr_min_ratio=0.1"])
+        for n in (10, 20)
+    ]
+    assert falling[0].what_is_learned() != falling[1].what_is_learned()
+
+
+def test_the_papers_recipe_says_what_the_paper_says():
+    config = load_config("sudoku-extreme")
+    model, training = config.model, config.training
+    assert (model.hidden_size, model.L_layers, model.H_cycles, model.L_cycles) == (512, 2, 3, 6)
+    assert model.mlp_t
+    assert model.pos_encodings == "none"
+    assert (model.puzzle_emb_ndim, model.puzzle_emb_len, model.halt_max_steps) == (512, 16, 16)
+    assert (training.supervision, training.effective_batch_size) == ("deep", 768)
+    assert (training.optimizer, training.learning_rate, training.puzzle_emb_lr) == ("adam_atan2", 1e-4, 1e-4)
+    assert (training.weight_decay, training.puzzle_emb_weight_decay, training.warmup_steps) == (
+        1.0,
+        1.0,
+        2000,
+    )
+    assert (training.ema, training.ema_rate, training.max_grad_norm) == (True, 0.999, None)
+    assert training.max_steps == 65_104  # 50,000 epochs of 1,000 puzzles in batches of 768
+
+
+def test_recipes_are_plain_yaml():
+    for path in shipped_recipes().values():
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
