@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEED ?= 0
 RUN ?= runs/sudoku-6x6-seed-$(SEED)
 
-.PHONY: install demo test test-fast check format bench clean
+.PHONY: install demo test test-fast check format docs bench clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,9 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/python tests/command_reference.py > docs/commands.md
 
 bench: install
 	$(BIN)/python bench/sudoku_generation.py

@@ -47,7 +47,7 @@ class ProgressDisplay:
     def update(self, what: str, done: int, total: int, facts: str = "") -> None:
         if self._progress.disable:
             now = time.monotonic()
-            if now >= self._next_line or done == total:
+            if now >= self._next_line:
                 self._next_line = now + self._every_seconds
                 self.message(f"{what}: {done}/{total} {facts}".rstrip())
             return

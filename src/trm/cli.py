@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -212,7 +213,7 @@ def predict(
 
     Write one character a cell, row by row, with . or 0 for blanks.
     """
-    from trm.inference import open_model, question_of_test_set
+    from trm.inference import describe, open_model, question_of_test_set
     from trm.inference import predict as predict_one
 
     if (puzzle is None) == (example is None):
@@ -223,9 +224,14 @@ def predict(
     else:
         texts = [line for line in sys.stdin if line.strip()] if puzzle == "-" else [puzzle or ""]
         questions = [model.task.encode(text, model.shape) for text in texts]
+        if not questions:
+            raise DataError("There was no puzzle on standard input")
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    width = shutil.get_terminal_size().columns
     for question in questions:
         prediction = predict_one(model, question, depth)
-        _print(_prediction_facts(model, prediction), as_json, _prediction_text(model, prediction, steps))
+        text = describe(model.task, prediction, steps=steps, color=color, width=width)
+        _print(_prediction_facts(model, prediction), as_json, text)
 
 
 def _prediction_facts(model: TrainedModel, prediction: Prediction) -> dict[str, Any]:
@@ -237,31 +243,6 @@ def _prediction_facts(model: TrainedModel, prediction: Prediction) -> dict[str, 
         "steps": [model.task.decode(answer) for answer in prediction.answers],
         "confidence": prediction.confidence,
     }
-
-
-def _prediction_text(model: TrainedModel, prediction: Prediction, steps: bool) -> str:
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    question, answers = prediction.question, prediction.answers
-    shown = []
-    for i, answer in enumerate(answers if steps else answers[-1:], start=1 if steps else len(answers)):
-        before = answers[i - 2] if steps and i > 1 else None
-        changed = int((before != answer).sum()) if before is not None else None
-        note = (
-            ""
-            if changed is None
-            else ", nothing changed"
-            if changed == 0
-            else f", {changed} cell{'s' * (changed > 1)} changed"
-        )
-        grid = model.task.show(question, answer, before, color)
-        shown.append((f"step {i}{note}\n" if steps else "") + grid)
-    verdict = (
-        "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
-    )
-    summary = f"{verdict} (after {len(answers)} steps; the model gives it {prediction.confidence:.0%})"
-    marks = "given digits are " + ("bold" if color else "in brackets")
-    changes = f", changes {'green' if color else 'starred'}" if steps else ""
-    return "\n\n".join(shown) + f"\n\n{summary}\n{marks}{changes}"
 
 
 @cli.command()
@@ -332,8 +313,15 @@ def _print(facts: Any, as_json: bool, text: str) -> None:
 
 
 def main() -> None:
+    """The one place where errors become text and exit codes."""
     try:
-        cli()
+        sys.exit(cli.main(standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C where nothing had to be saved
+        click.echo("Stopped.", err=True)
+        sys.exit(130)
     except LaptopError as error:
         click.echo(f"error: {error}", err=True)
         if error.hint:

@@ -198,7 +198,11 @@ def find_recipe(recipe: str) -> Path:
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_recipe(str(recipe))
-    return config_from_text(path.read_text(encoding="utf-8"), str(path), overrides)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return config_from_text(text, str(path), overrides)
 
 
 def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> RunConfig:

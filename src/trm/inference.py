@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +79,45 @@ def question_of_test_set(model: TrainedModel, number: int) -> IntArray:
         raise DataError(f"There is no test puzzle {number}; {dataset} has 0 to {len(split) - 1}")
     questions, _ = split.rows(np.array([number]))
     return np.asarray(questions[0])
+
+
+def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:
+    """The answer for a person to read; with `steps`, every answer on the way to it."""
+    answers = list(prediction.answers)
+    pictures = [task.show(prediction.question, answers[-1], None, color)]
+    if steps:
+        pairs = zip([None, *answers], answers, strict=False)
+        pictures = [
+            f"step {i}{_what_changed(before, after)}\n" + task.show(prediction.question, after, before, color)
+            for i, (before, after) in enumerate(pairs, start=1)
+        ]
+    solved = "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
+    marks = f"given digits are {'bold' if color else 'in brackets'}"
+    if steps:
+        marks += f", changes {'green' if color else 'starred'}"
+    trust = f"the halting head gives it {prediction.confidence:.0%}"
+    return f"{_side_by_side(pictures, width)}\n\n{solved} (after {len(answers)} steps; {trust})\n{marks}"
+
+
+def _what_changed(before: IntArray | None, after: IntArray) -> str:
+    if before is None:
+        return ""
+    changes = int((before != after).sum())
+    return f": {changes} changed" if changes else ": no change"
+
+
+def _side_by_side(pictures: Sequence[str], width: int) -> str:
+    """As many beside each other as the terminal has room for."""
+    blocks = [picture.splitlines() for picture in pictures]
+    widest = max(len(_plain(line)) for block in blocks for line in block) + 4
+    per_row = max(1, width // widest)
+    rows = []
+    for start in range(0, len(blocks), per_row):
+        lines = zip_longest(*blocks[start : start + per_row], fillvalue="")
+        padded = ("".join(cell + " " * (widest - len(_plain(cell))) for cell in line) for line in lines)
+        rows.append("\n".join(line.rstrip() for line in padded))
+    return "\n\n".join(rows)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\033\[\d*m", "", text)

@@ -89,6 +89,12 @@ def test_a_missing_recipe_lists_those_there_are():
     assert "sudoku-extreme" in str(caught.value.hint)
 
 
+def test_a_recipe_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "recipe.yaml")
+
+
 def test_what_is_learned_does_not_depend_on_how_it_is_carried_out():
     config = load_config("sudoku-6x6")
     changed = [

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from macbook_optimization.checkpoint_management import Checkpoint
-from macbook_optimization.errors import RunError
+from macbook_optimization.errors import DataError, NonFiniteLossError, RunError
 from trm.backends.base import Learner, StepBatch, StepResult, StepSettings, load_backend
 from trm.batches import Order, Slots
 from trm.config import RunConfig
@@ -84,6 +84,8 @@ def train(config: RunConfig, path: Path, limits: Limits, display: Display) -> Ou
     task = load_task(config.task)
     build_if_missing(config, task, display)
     train_split, test_split = (open_split(config.data.path, name) for name in ("train", "test"))
+    if train_split.shape != test_split.shape:
+        raise DataError(f"The train and test halves of {config.data.path} have different shapes")
     run = open_run(path, config)
     plan = choose_plan(config)
     run.write("plan.json", json.dumps(asdict(plan), indent=2))
@@ -151,6 +153,7 @@ class Trainer:
             group_indices=self.train_split.group_indices,
             puzzle_indices=self.train_split.puzzle_indices,
         )
+        self.data_fingerprint = fingerprint(self.train_split)
         self.slots = Slots.new(self.order.num_slots)
         self.step = 0
         self.seconds_before = 0.0  # spent training in earlier starts
@@ -168,7 +171,7 @@ class Trainer:
         if checkpoint is None:
             return
         metadata = checkpoint.metadata
-        if metadata["data"] not in (None, fingerprint(self.train_split)):  # None: imported weights
+        if metadata["data"] not in (None, self.data_fingerprint):  # None: imported weights
             raise RunError(
                 f"{self.directory.path} was trained on other data than {self.config.data.path}",
                 hint="Use the same dataset, another --run directory, or --fresh.",
@@ -196,6 +199,9 @@ class Trainer:
                 self._evaluate(check)
         except Interrupted:
             reason = "interrupted"
+        except NonFiniteLossError:
+            self._save()  # the weights before this step are good
+            raise
         self._save()
         self.directory.event("stopped", reason=reason, step=self.step)
         best = self.checkpoints.best()
@@ -235,9 +241,10 @@ class Trainer:
         )
 
         def after_cut(slots_done: int) -> None:
+            if self.plan.accumulation_steps > 1:
+                self.display.update("this step", slots_done, self.order.num_slots, f"step {step}")
             if slots_done < self.order.num_slots:  # after the last cut the step may as well finish
                 check()
-                self.display.update(f"step {step}", slots_done, self.order.num_slots)
 
         result = self.learner.step(self.batch(slots), settings, after_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
@@ -279,7 +286,7 @@ class Trainer:
         if self.saved is None or self.saved.step != self.step:
             metadata = {
                 "shape": asdict(self.train_split.shape),
-                "data": fingerprint(self.train_split),
+                "data": self.data_fingerprint,
                 "slots": self.slots.to_lists(),
                 "seconds": self.seconds,
                 "plan": asdict(self.plan),

@@ -21,7 +21,7 @@ class Recorder:
 
     def update(self, what, done, total, facts=""):
         if self.react:
-            self.react(what, done)
+            self.react(facts, done)
 
     def message(self, text):
         self.messages.append(text)
@@ -104,8 +104,8 @@ def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_whole_one(tmp_path, datas
     config = run_config(dataset, plan__micro_batch_size=2)
     run(config, tmp_path / "whole")
 
-    def interrupt(what, done):
-        if what == "step 8" and done == 2:
+    def interrupt(facts, done):
+        if facts == "step 8" and done == 2:
             os.kill(os.getpid(), number)
 
     outcome = run(config, tmp_path / "broken", interrupt)
