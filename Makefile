@@ -12,15 +12,16 @@ install: $(INSTALLED)
 
 # The torch wheel is large; `sync` lets the first checkpoint not wait for it to reach the disk.
 $(INSTALLED): pyproject.toml constraints/dev.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
-	sync
-	touch $(INSTALLED)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	@echo 'Setting up $(VENV); this is done once and takes a minute or two.'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
+	@sync
+	@touch $(INSTALLED)
 
 demo: install
 	@$(BIN)/trm train sudoku-6x6 seed=$(SEED) --run $(RUN)
-	@$(BIN)/trm predict $(RUN) --example 0 --steps
+	@$(BIN)/trm predict $(RUN) --example 35 --steps
 
 test: install
 	$(BIN)/python -m pytest

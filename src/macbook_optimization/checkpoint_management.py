@@ -48,30 +48,48 @@ class CheckpointManager:
     def save(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> Checkpoint:
         path = self.directory / f"step-{step:08d}"
         partial = self.directory / f".{path.name}.partial"
+        if path.exists():
+            raise CheckpointError(f"{path} exists already", hint="A step is saved once; move it away.")
+        complete = {**metadata, "step": step}
         try:
-            _write(partial, tensors, {**metadata, "step": step})
-            replaced = self.directory / f".{path.name}.replaced"
-            shutil.rmtree(replaced, ignore_errors=True)
-            if path.exists():  # the same step again, after a restart with other settings
-                path.rename(replaced)
+            _write(partial, tensors, complete)
             partial.rename(path)
             _sync(self.directory)
-            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise _cannot_write(path, error) from error
         self._rotate()
-        return Checkpoint(path, step, dict(metadata))
+        return Checkpoint(path, step, complete)
 
     def newest_good(self) -> Checkpoint | None:
-        for path in sorted(self._paths(), reverse=True):
+        """Changes nothing, so it may be asked while a trainer is at work."""
+        good = (path for path in self._newest_first() if find_damage(path) is None)
+        return next((open_checkpoint(path) for path in good), None)
+
+    def recover(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest good one, and what was found damaged on the way to it and set aside."""
+        for unfinished in self.directory.glob(".step-*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        found: list[str] = []
+        for path in self._newest_first():
             problem = find_damage(path)
             if problem is None:
-                return open_checkpoint(path)
-            path.rename(path.with_name(f"damaged-{path.name}"))
-        return None
+                return open_checkpoint(path), found
+            aside = path.rename(path.with_name(f"damaged-{path.name}"))
+            found.append(f"{path.name}: {problem}; it is now {aside.name}")
+        if found:
+            raise CheckpointError(
+                f"Every checkpoint in {self.directory} is damaged:\n  " + "\n  ".join(found),
+                hint="Start anew with --fresh, which keeps this run beside the new one.",
+            )
+        return None, []
 
-    def mark_best(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
-        content = json.dumps({"checkpoint": checkpoint.path.name, **metrics}, indent=2)
+    def newest_step(self) -> int | None:
+        return max((int(path.name.removeprefix("step-")) for path in self._newest_first()), default=None)
+
+    def mark_best(self, best: Mapping[str, Any]) -> None:
+        """`best["checkpoint"]` is the name of the checkpoint; the rest says why."""
+        content = json.dumps(best, indent=2)
         partial = self.best_file.with_name(".best.partial")
         try:
             partial.write_text(content, encoding="utf-8")
@@ -81,10 +99,10 @@ class CheckpointManager:
 
     def best(self) -> dict[str, Any] | None:
         try:
-            content: dict[str, Any] = json.loads(self.best_file.read_text(encoding="utf-8"))
+            content = json.loads(self.best_file.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
-        return content
+        return content if isinstance(content, dict) and "checkpoint" in content else None
 
     def best_or_newest(self) -> Checkpoint:
         """The one to answer with."""
@@ -100,14 +118,14 @@ class CheckpointManager:
             )
         return newest
 
-    def _paths(self) -> list[Path]:
-        return [path for path in self.directory.glob("step-*") if path.is_dir()]
+    def _newest_first(self) -> list[Path]:
+        return sorted(self.directory.glob("step-" + "[0-9]" * 8), reverse=True)
 
     def _rotate(self) -> None:
         best = self.best()
-        for path in sorted(self._paths())[: -self.keep]:
+        for path in self._newest_first()[self.keep :]:
             if best is None or path.name != best["checkpoint"]:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -119,14 +137,18 @@ def find_damage(path: Path) -> str | None:
     """None if every file is what the manifest says; otherwise what is wrong."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["schema"] != SCHEMA:
-            return f"written with schema {manifest['schema']}; this program reads {SCHEMA}"
-        for name, expected in manifest["files"].items():
-            if _digest(path / name) != expected:
-                return f"{name} is damaged"
-    except (OSError, ValueError, KeyError) as error:
-        return f"unreadable: {error}"
-    return None
+        schema, files = manifest["schema"], manifest["files"].items()
+        damaged = next((name for name, expected in files if _digest(path / name) != expected), None)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"incomplete or unreadable ({error})"
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}") from error
+    if schema != SCHEMA:
+        raise CheckpointError(
+            f"{path} was written in format {schema}; this version reads format {SCHEMA}",
+            hint="Use the version of trm that wrote it, or --fresh.",
+        )
+    return None if damaged is None else f"{damaged} is damaged"
 
 
 def _write(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:

@@ -31,5 +31,9 @@ class RunError(LaptopError):
     """A run directory that cannot be used as asked."""
 
 
+class MemoryBudgetError(LaptopError):
+    """Something that does not fit into this machine's memory."""
+
+
 class NonFiniteLossError(LaptopError):
     """The loss or the gradient is not a number; raised before the weights are touched."""

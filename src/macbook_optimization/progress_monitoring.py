@@ -21,7 +21,7 @@ class ProgressDisplay:
     def __init__(self, plain_every_seconds: float = 5.0) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
         self._every_seconds = plain_every_seconds
-        self._next_line = 0.0
+        self._next_line: dict[str, float] = {}
         self._bars: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -47,13 +47,14 @@ class ProgressDisplay:
     def update(self, what: str, done: int, total: int, facts: str = "") -> None:
         if self._progress.disable:
             now = time.monotonic()
-            if now >= self._next_line:
-                self._next_line = now + self._every_seconds
+            if now >= self._next_line.get(what, 0.0):
+                self._next_line[what] = now + self._every_seconds
                 self.message(f"{what}: {done}/{total} {facts}".rstrip())
             return
         if what not in self._bars:
             self._bars[what] = self._progress.add_task(what, total=total, facts=facts, completed=done)
-        self._progress.update(self._bars[what], completed=done, total=total, facts=facts)
+        going_on = done < total  # a finished bar makes room
+        self._progress.update(self._bars[what], completed=done, total=total, facts=facts, visible=going_on)
 
     def message(self, text: str) -> None:
         self._progress.console.print(text, markup=False, soft_wrap=True)

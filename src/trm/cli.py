@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,17 +104,13 @@ def train(
     """
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.config import load_config
-    from trm.runs import set_aside
     from trm.training.loop import Limits
     from trm.training.loop import train as train_run
 
     config = load_config(recipe, overrides)
-    path = run or Path("runs") / Path(recipe).stem
+    limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
     with ProgressDisplay() as display:
-        if fresh and (aside := set_aside(path)):
-            display.message(f"The earlier run is now {aside}.")
-        limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
-        outcome = train_run(config, path, limits, display)
+        outcome = train_run(config, run or Path("runs") / Path(recipe).stem, limits, display, fresh=fresh)
     _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)
@@ -159,26 +156,25 @@ def _outcome_text(outcome: Outcome) -> str:
 def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool) -> None:
     """How many unseen puzzles the best checkpoint of RUN solves."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.inference import open_model
-    from trm.tasks.base import open_split
+    from trm.inference import open_model, open_test_set
     from trm.training.evaluation import evaluate as evaluate_split
 
     model = open_model(run)
     path = dataset or model.config.data.path
-    split = open_split(path, "test")
-    if split.shape != model.shape:
-        raise DataError(f"{path} does not fit the run: {split.shape} instead of {model.shape}")
-    changes = {"depth": depth, "settle": settle} if depth else {"settle": settle} if settle else {}
-    settings = model.config.evaluation.model_copy(update=changes)
+    split = open_test_set(model, dataset)
+    settings = model.config.evaluation
+    if depth or settle:  # an explicit depth is gone through to its end
+        changes = {"depth": depth or settings.depth, "settle": settle}
+        settings = settings.model_copy(update=changes)
     with ProgressDisplay() as display:
         result = evaluate_split(
             model.answerer,
             split,
             settings,
-            128,
+            4 * model.plan.micro_batch_size,
             lambda done, total: display.update("evaluating", done, total),
         )
-    facts = {"run": str(run), "data": str(path), "step": model.step, **result.as_dict()}
+    facts = {"run": str(run), "data": str(path), "step": model.step, **asdict(result)}
     curve = ", ".join(
         f"{accuracy:.1%} after {i + 1}" for i, accuracy in _milestones(result.accuracy_by_depth)
     )
@@ -201,35 +197,43 @@ def _milestones(values: list[float]) -> list[tuple[int, float]]:
 @click.argument("run", type=DIRECTORY)
 @click.argument("puzzle", required=False)
 @click.option("--example", type=int, help="Instead of PUZZLE: this puzzle of the run's test set, from 0.")
+@click.option("--data", "dataset", type=DIRECTORY, help="Dataset of --example [default: the run's own].")
 @click.option("--steps", is_flag=True, help="Show how the answer changes from step to step.")
 @click.option(
     "--depth", type=click.IntRange(min=1), help="Exactly so many steps [default: until it settles]."
 )
 @json_option
 def predict(
-    run: Path, puzzle: str | None, example: int | None, steps: bool, depth: int | None, as_json: bool
+    run: Path,
+    puzzle: str | None,
+    example: int | None,
+    dataset: Path | None,
+    steps: bool,
+    depth: int | None,
+    as_json: bool,
 ) -> None:
     """Solve PUZZLE with the best checkpoint of RUN; - reads one puzzle a line from standard input.
 
     Write one character a cell, row by row, with . or 0 for blanks.
     """
-    from trm.inference import describe, open_model, question_of_test_set
+    from trm.inference import describe, open_model, open_test_set, question_of_test_set
     from trm.inference import predict as predict_one
 
     if (puzzle is None) == (example is None):
         raise click.UsageError("Give a PUZZLE, - for standard input, or --example N.")
     model = open_model(run)
     if example is not None:
-        questions = [question_of_test_set(model, example)]
+        questions = [question_of_test_set(open_test_set(model, dataset), example)]
     else:
-        texts = [line for line in sys.stdin if line.strip()] if puzzle == "-" else [puzzle or ""]
-        questions = [model.task.encode(text, model.shape) for text in texts]
+        given = sys.stdin.buffer.read().decode(errors="replace") if puzzle == "-" else None
+        texts = [puzzle or ""] if given is None else [line for line in given.splitlines() if line.strip()]
+        questions = [(model.task.encode(text, model.shape), 0) for text in texts]
         if not questions:
             raise DataError("There was no puzzle on standard input")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
-    for question in questions:
-        prediction = predict_one(model, question, depth)
+    for question, identifier in questions:
+        prediction = predict_one(model, question, identifier, depth)
         text = describe(model.task, prediction, steps=steps, color=color, width=width)
         _print(_prediction_facts(model, prediction), as_json, text)
 
@@ -259,7 +263,7 @@ def runs(root: Path, as_json: bool) -> None:
         + (f"  exact {run.exact_accuracy:.1%}" if run.exact_accuracy is not None else "")
         for run in found
     ]
-    _print([run.as_dict() for run in found], as_json, "\n".join(lines) or f"There are no runs in {root}.")
+    _print([asdict(run) for run in found], as_json, "\n".join(lines) or f"There are no runs in {root}.")
 
 
 @cli.group()
@@ -281,10 +285,8 @@ def import_checkpoint(file: Path, recipe: str, overrides: tuple[str, ...], run: 
     from trm.backends.pytorch.exchange import import_reference
     from trm.config import load_config
 
-    step = import_reference(file, load_config(recipe, overrides), run)
-    _print(
-        {"run": str(run), "step": step}, as_json, f"{run} holds the weights of {file}; try: trm eval {run}"
-    )
+    import_reference(file, load_config(recipe, overrides), run)
+    _print({"run": str(run), "step": 0}, as_json, f"{run} holds the weights of {file}; try: trm eval {run}")
 
 
 @checkpoint.command("export")
@@ -322,6 +324,9 @@ def main() -> None:
     except click.Abort:  # Ctrl-C where nothing had to be saved
         click.echo("Stopped.", err=True)
         sys.exit(130)
+    except PermissionError as error:  # the path says it all, wherever it came from
+        click.echo(f"error: Permission denied: {error.filename}", err=True)
+        sys.exit(1)
     except LaptopError as error:
         click.echo(f"error: {error}", err=True)
         if error.hint:

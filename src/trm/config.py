@@ -24,11 +24,12 @@ def _not_a_switch(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=0, lt=2**63)]
 Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1, allow_inf_nan=False)]
+BelowOne = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -103,8 +104,8 @@ class TrainingConfig(Section):
     learning_rate: Positive = 1e-4
     lr_min_ratio: Fraction = 1.0
     warmup_steps: CountOrZero = 2000
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
     weight_decay: PositiveOrZero = 0.1
     puzzle_emb_lr: PositiveOrZero = 1e-2
     puzzle_emb_weight_decay: PositiveOrZero = 0.1
@@ -166,9 +167,17 @@ class RunConfig(Section):
         """The part that a resumed run must share. Data are compared by content, not by path."""
         learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})
         learned["data"] = {"augment": self.data.augment}
+        del learned["training"]["deterministic"]
         if self.training.lr_min_ratio == 1:  # nothing then depends on where training ends
             del learned["training"]["max_steps"]
         return learned
+
+    @property
+    def model_here(self) -> ModelConfig:
+        """The model in the precision that the plan asks for."""
+        return self.model.model_copy(
+            update={"forward_dtype": self.plan.precision or self.model.forward_dtype}
+        )
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

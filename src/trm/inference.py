@@ -9,14 +9,13 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from macbook_optimization.errors import DataError
 from trm.backends.base import Answerer, load_backend
 from trm.config import RunConfig
-from trm.runs import Run
+from trm.runs import Plan, Run, check_recipe, choose_plan
 from trm.tasks import load_task
-from trm.tasks.base import IntArray, Task, TaskShape, open_split
+from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,7 @@ class TrainedModel:
     """The best checkpoint of a run, ready to answer."""
 
     config: RunConfig
+    plan: Plan
     task: Task
     shape: TaskShape
     step: int
@@ -42,20 +42,23 @@ def open_model(path: Path) -> TrainedModel:
     run = Run(path)
     config = run.config
     checkpoint = run.checkpoints().best_or_newest()
+    check_recipe(config, checkpoint)
     shape = TaskShape(**checkpoint.metadata["shape"])
     backend = load_backend()
-    threads = config.plan.threads or psutil.cpu_count(logical=False) or 1
-    backend.prepare(threads=threads, deterministic=False)
+    plan = choose_plan(config)
+    backend.prepare(threads=plan.threads, deterministic=False)
     weights = checkpoint.load("ema" if config.training.ema else "weights")
-    answerer = backend.answerer(config.model, config.training, shape, weights)
-    return TrainedModel(config, load_task(config.task), shape, checkpoint.step, answerer)
+    answerer = backend.answerer(config.model_here, config.training, shape, weights)
+    return TrainedModel(config, plan, load_task(config.task), shape, checkpoint.step, answerer)
 
 
-def predict(model: TrainedModel, question: IntArray, depth: int | None = None) -> Prediction:
+def predict(
+    model: TrainedModel, question: IntArray, identifier: int = 0, depth: int | None = None
+) -> Prediction:
     """Until the answer has stood still for a few steps, or for exactly `depth` steps."""
     answers = model.answerer.answer(
         question[None],
-        np.zeros(1, dtype=np.int64),
+        np.array([identifier]),
         depth=depth or 4 * model.config.evaluation.depth,
         settle=None if depth else model.config.evaluation.settle or 2,
     )
@@ -69,16 +72,27 @@ def predict(model: TrainedModel, question: IntArray, depth: int | None = None) -
     )
 
 
-def question_of_test_set(model: TrainedModel, number: int) -> IntArray:
-    """A puzzle of the run's own test set, counted from 0."""
-    dataset = model.config.data.path
-    split = open_split(dataset, "test")
+def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
+    """The run's own test set, or another of the same shape."""
+    path = dataset or model.config.data.path
+    try:
+        split = open_split(path, "test")
+    except DataError as error:
+        raise DataError(
+            str(error), hint="Run this where the run was trained, or name a dataset with --data."
+        ) from error
     if split.shape != model.shape:
-        raise DataError(f"{dataset} has another shape than the run's own data: {split.shape}")
+        raise DataError(f"{path} does not fit the run: {split.shape} instead of {model.shape}")
+    return split
+
+
+def question_of_test_set(split: Split, number: int) -> tuple[IntArray, int]:
+    """A puzzle, counted from 0, and its identifier."""
     if not 0 <= number < len(split):
-        raise DataError(f"There is no test puzzle {number}; {dataset} has 0 to {len(split) - 1}")
-    questions, _ = split.rows(np.array([number]))
-    return np.asarray(questions[0])
+        raise DataError(f"There is no test puzzle {number}; there are 0 to {len(split) - 1}")
+    chosen = np.array([number])
+    questions, _ = split.rows(chosen)
+    return np.asarray(questions[0]), int(split.identifiers(chosen)[0])
 
 
 def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:
@@ -91,12 +105,11 @@ def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, wi
             f"step {i}{_what_changed(before, after)}\n" + task.show(prediction.question, after, before, color)
             for i, (before, after) in enumerate(pairs, start=1)
         ]
-    solved = "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
-    marks = f"given digits are {'bold' if color else 'in brackets'}"
-    if steps:
-        marks += f", changes {'green' if color else 'starred'}"
-    trust = f"the halting head gives it {prediction.confidence:.0%}"
-    return f"{_side_by_side(pictures, width)}\n\n{solved} (after {len(answers)} steps; {trust})\n{marks}"
+    verdict = (
+        "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
+    )
+    summary = f"{verdict} (after {len(answers)} steps; the halting head gives it {prediction.confidence:.0%})"
+    return f"{_side_by_side(pictures, width)}\n\n{summary}\n{task.legend(steps, color)}"
 
 
 def _what_changed(before: IntArray | None, after: IntArray) -> str:

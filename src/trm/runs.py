@@ -7,15 +7,40 @@ a run. Metrics and events are appended line by line; a torn last line is ignored
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from macbook_optimization.checkpoint_management import CheckpointManager
+import psutil
+
+from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager
 from macbook_optimization.errors import ConfigError, RunError
 from trm.config import RunConfig, config_from_text, differences
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How this machine carries the recipe out."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    threads: int
+    precision: str
+
+
+def choose_plan(config: RunConfig) -> Plan:
+    slots = config.training.effective_batch_size
+    micro_batch_size = min(config.plan.micro_batch_size or 32, slots)
+    return Plan(
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=-(-slots // micro_batch_size),
+        threads=config.plan.threads or psutil.cpu_count(logical=False) or 1,
+        precision=config.model_here.forward_dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +52,9 @@ class Run:
         recipe = self.path / "recipe.yaml"
         try:
             return config_from_text(recipe.read_text(encoding="utf-8"), str(recipe))
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise RunError(
-                f"{self.path} is not a run: {recipe.name} cannot be read ({error.strerror})",
+                f"{self.path} is not a run: {recipe.name} cannot be read ({error})",
                 hint="`trm runs` lists the runs there are.",
             ) from error
 
@@ -46,8 +71,9 @@ class Run:
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            with (self.path / name).open("ab+") as file:
+                torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+                file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
         except OSError as error:
             raise RunError(f"Cannot write {self.path / name}: {error.strerror}") from error
 
@@ -71,30 +97,46 @@ def _parse_line(line: str) -> dict[str, Any] | None:
 
 
 def open_run(path: Path, config: RunConfig) -> Run:
-    """A new run, or the one that lies there if it learns the same."""
+    """A new run, or the one that lies there if it learns the same. Nothing is written before `begin`."""
     run = Run(path)
     if (path / "recipe.yaml").exists():
-        different = differences(config.what_is_learned(), run.config.what_is_learned())
-        if different:
-            raise RunError(
-                f"{path} holds a run of another recipe:\n  " + "\n  ".join(different),
-                hint="Use another --run directory, or --fresh to set that run aside and start anew.",
-            )
+        _refuse_if_different(config.what_is_learned(), run.config.what_is_learned(), path)
     elif path.is_dir() and any(path.iterdir()):
         raise RunError(f"{path} is not empty and not a run", hint="Use another --run directory.")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
-    run.write("recipe.yaml", config.to_yaml())
     return run
+
+
+def check_recipe(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """A recipe edited by hand, or a checkpoint copied from another run, would load as something else."""
+    _refuse_if_different(config.what_is_learned(), checkpoint.metadata["recipe"], checkpoint.path)
+
+
+def _refuse_if_different(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
+    different = differences(ours, theirs)
+    if different:
+        raise RunError(
+            f"{path} holds a run of another recipe:\n  " + "\n  ".join(different),
+            hint="Use another --run directory, or --fresh to set that run aside and start anew.",
+        )
+
+
+def begin(run: Run, config: RunConfig, plan: Plan) -> None:
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}") from error
+    run.write("recipe.yaml", config.to_yaml())
+    run.write("plan.json", json.dumps(asdict(plan), indent=2))
 
 
 def set_aside(path: Path) -> Path | None:
     """Gives way to a fresh run, without losing the old one."""
+    path = path.resolve()
     if not path.exists():
         return None
-    number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{n}").exists())
+    if not (path / "recipe.yaml").exists():
+        raise RunError(f"{path} is not a run, so it stays where it is", hint="Use another --run directory.")
+    number = next(n for n in count(1) if not path.with_name(f"{path.name}.{n}").exists())
     try:
         return path.rename(path.with_name(f"{path.name}.{number}"))
     except OSError as error:
@@ -109,9 +151,6 @@ class RunSummary:
     max_steps: int
     seconds: float | None
     exact_accuracy: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def list_runs(root: Path) -> list[RunSummary]:
@@ -131,12 +170,13 @@ def _readable(path: Path) -> bool:
 def summarise(run: Run) -> RunSummary:
     config = run.config
     rows = run.rows()
-    best = run.checkpoints().best()
+    checkpoints = run.checkpoints()
+    best = checkpoints.best()
     return RunSummary(
         path=str(run.path),
         task=config.task,
-        step=max((row["step"] for row in rows if "step" in row), default=0),
+        step=checkpoints.newest_step() or 0,
         max_steps=config.training.max_steps,
         seconds=rows[-1].get("seconds") if rows else None,
-        exact_accuracy=best["exact_accuracy"] if best else None,
+        exact_accuracy=best.get("exact_accuracy") if best else None,
     )

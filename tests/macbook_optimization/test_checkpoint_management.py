@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent, and the newest good one wins."""
 
+import json
 import os
 
 import pytest
@@ -26,7 +27,7 @@ def test_what_was_saved_is_loaded(manager):
 
 
 def test_rotation_keeps_the_last_and_the_best(manager):
-    manager.mark_best(save(manager, 1), {"exact_accuracy": 0.5})
+    manager.mark_best({"checkpoint": save(manager, 1).path.name})
     for step in range(2, 7):
         save(manager, step)
     assert sorted(path.name for path in manager.directory.iterdir()) == [f"step-{s:08d}" for s in (1, 5, 6)]
@@ -46,6 +47,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(manager, n
     else:
         path.unlink()
     assert manager.newest_good().step == 1
+    assert path.parent.is_dir(), "only a trainer sets checkpoints aside"
+    found, problems = manager.recover()
+    assert found.step == 1
+    assert len(problems) == 1
     assert (manager.directory / "damaged-step-00000002").is_dir()
 
 
@@ -65,14 +70,49 @@ def test_an_unfinished_save_is_no_checkpoint(manager):
     partial.mkdir()
     (partial / "weights.safetensors").write_bytes(b"half")
     assert manager.newest_good().step == 1
+    assert manager.recover()[0].step == 1
+    assert not partial.exists()
     save(manager, 2)
     assert manager.newest_good().step == 2
 
 
-def test_saving_a_step_again_replaces_it(manager):
+def test_a_saved_step_is_never_overwritten(manager):
     save(manager, 1)
-    manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
-    assert manager.newest_good().load("weights")["w"].tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match="exists already"):
+        manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
+    assert manager.newest_good().load("weights")["w"].tolist() == [1.0] * 50
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(manager):
+    for step in (1, 2):
+        (save(manager, step).path / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Every checkpoint") as caught:
+        manager.recover()
+    assert "--fresh" in caught.value.hint
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_left_alone(manager):
+    path = save(manager, 1).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "schema": 99}))
+    with pytest.raises(CheckpointError, match="written in format 99"):
+        manager.recover()
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '{"schema": 1, "files": 7}', '{"schema": 1}', "\\x00"])
+def test_a_manifest_that_makes_no_sense_is_damage(manager, content):
+    path = save(manager, 1).path
+    (path / "manifest.json").write_text(content)
+    assert find_damage(path).startswith("incomplete or unreadable")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}'])
+def test_a_best_file_that_makes_no_sense_is_no_best(manager, content):
+    save(manager, 1)
+    manager.best_file.write_text(content)
+    assert manager.best() is None
+    assert manager.best_or_newest().step == 1
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
@@ -90,7 +130,7 @@ def test_a_run_without_checkpoints_says_what_to_do(manager):
 
 def test_a_lost_best_checkpoint_falls_back_to_the_newest(manager):
     best = save(manager, 1)
-    manager.mark_best(best, {"exact_accuracy": 0.9})
+    manager.mark_best({"checkpoint": best.path.name})
     save(manager, 2)
     (best.path / "state.json").unlink()
     assert manager.best_or_newest().step == 2

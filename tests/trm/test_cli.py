@@ -124,6 +124,14 @@ def test_predict_reads_puzzles_from_standard_input(workspace):
     assert first["valid"] == (first["problem"] is None)
 
 
+def test_predict_survives_bytes_that_are_no_text(workspace):
+    done = subprocess.run(
+        [TRM, "predict", "run", "-"], cwd=workspace, input=b"\xff" * 16, capture_output=True
+    )
+    assert done.returncode == 1
+    assert b"cannot stand in a 4x4 puzzle" in done.stderr
+
+
 def test_predict_takes_a_puzzle_of_the_test_set(workspace):
     facts = json.loads(ok("predict", "run", "--example", 3, "--json", cwd=workspace))
     assert len(facts["question"]) == 16
@@ -140,6 +148,10 @@ def test_a_run_is_exported_and_imported(workspace):
     assert "The same command goes on from there." in outcome
 
 
+def contents(directory):
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
 @pytest.mark.parametrize(
     ("code", "arguments", "message"),
     [
@@ -149,6 +161,10 @@ def test_a_run_is_exported_and_imported(workspace):
         (1, ["predict", "nowhere", PUZZLE], "nowhere is not a run"),
         (1, ["predict", "run", "-"], "no puzzle on standard input"),
         (1, ["eval", "run", "--data", "nowhere"], "There is no dataset at nowhere"),
+        (1, ["checkpoint", "export", "run", "."], "Cannot write"),
+        (1, ["train", "sudoku-6x6", *FOUR, *TINY, "--run", "set", "--fresh"], "is not a run, so it stays"),
+        (2, ["train", "sudoku-6x6", f"seed={2**70}"], "less than"),
+        (2, ["train", "sudoku-6x6", "training.effective_batch_size=10000000000000"], "less than"),
         (2, ["train", "no-such-recipe"], "There is no recipe"),
         (2, ["train", "sudoku-6x6", "model.hiden_size=3"], "did you mean hidden_size?"),
         (2, ["train", "sudoku-6x6", "training.learning_rate=fast"], "valid number"),
@@ -163,10 +179,9 @@ def test_a_run_is_exported_and_imported(workspace):
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_error_line_and_loses_nothing(workspace, code, arguments, message):
-    before = sorted(path for path in workspace.rglob("*") if "run" in path.parts)
+    before = contents(workspace)
     assert message in fails(code, *arguments, cwd=workspace)
-    assert sorted(path for path in workspace.rglob("*") if "run" in path.parts) == before
-    assert not (workspace / "new").exists()
+    assert contents(workspace) == before
 
 
 def test_predict_wants_exactly_one_puzzle(workspace):
@@ -206,20 +221,29 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
 
 
 def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_intact(workspace):
-    """The first Ctrl-C only asks, so a process that is stopped and then interrupted twice sees both."""
-    command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "training.max_steps=100000", "--run", "twice"]
-    ok(*command[1:], "--max-steps", 3, cwd=workspace)
-    child = subprocess.Popen(list(map(str, command)), cwd=workspace, stderr=subprocess.PIPE, text=True)
-    for line in child.stderr:
-        if line.startswith("Resuming"):
-            break
-    time.sleep(0.5)
-    for _ in range(2):
-        child.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-    child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert "Resuming twice after step" in trm(*command[1:], "--max-steps", 1, cwd=workspace).stderr
+    """A step of many seconds: the first Ctrl-C would wait for its next cut, the second does not."""
+    command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "--run", "twice"]
+    slow = ("training.effective_batch_size=200000", "plan.micro_batch_size=100000")
+    child = subprocess.Popen(
+        list(map(str, [*command, *slow])),
+        cwd=workspace,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    recipe = workspace / "twice" / "recipe.yaml"
+    deadline = time.monotonic() + 60
+    while not recipe.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)  # now it is inside the first micro-batch
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert "Stopping; saving the last whole step" in errors
+    assert "Stopped after step" not in output, "it saved, so it did not leave at once"
+    assert not (workspace / "twice" / "checkpoints").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -51,7 +51,7 @@ class StepResult:
 class Answers:
     """What the model answered after each of `depth` steps; a puzzle that settled keeps its answer."""
 
-    tokens: NDArray[np.int16]  # (depth, B, L)
+    tokens: NDArray[np.int32]  # (depth, B, L)
     halt_logits: NDArray[np.float32]  # (depth, B)
     steps: NDArray[np.int64]  # (B,) steps really computed
 

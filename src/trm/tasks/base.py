@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from macbook_optimization.errors import DataError
 
 IGNORE_LABEL = -100  # the public code's mark for a position without a label
+_AGAIN = "Build the dataset again, or copy it again."
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 
 IntArray = NDArray[np.int64]
@@ -49,6 +51,10 @@ class Task(Protocol):
         """Of the dataset that `build` would make."""
         ...
 
+    def check(self, shape: TaskShape) -> None:
+        """Raises `DataError` if a dataset of this shape cannot be one of this task."""
+        ...
+
     def augment(
         self, inputs: IntArray, labels: IntArray, draws: NDArray[np.float64]
     ) -> tuple[IntArray, IntArray]:
@@ -65,6 +71,10 @@ class Task(Protocol):
 
     def show(self, question: IntArray, answer: IntArray, before: IntArray | None, color: bool) -> str:
         """The answer as text, what was given marked, and what changed since `before`."""
+        ...
+
+    def legend(self, changes: bool, color: bool) -> str:
+        """How to read what `show` draws."""
         ...
 
     def judge(self, question: IntArray, answer: IntArray) -> str | None:
@@ -109,6 +119,7 @@ class SplitArrays:
 
 
 def write_dataset(directory: Path, splits: Mapping[str, SplitArrays], made_by: Mapping[str, Any]) -> None:
+    directory = directory.resolve()
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -149,57 +160,61 @@ def _write_split(directory: Path, split: SplitArrays) -> None:
     _write_json(directory / "dataset.json", metadata)
 
 
+class Metadata(BaseModel):
+    """What `dataset.json` must say; the public code writes more, which is not needed."""
+
+    model_config = ConfigDict(strict=True)
+    seq_len: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    output_vocab_size: int | None = Field(None, ge=1)
+    num_puzzle_identifiers: int = Field(ge=1)
+    ignore_label_id: int | None
+    sets: list[str] = Field(min_length=1, max_length=1)
+
+    @property
+    def shape(self) -> TaskShape:
+        output_vocab_size = self.output_vocab_size or self.vocab_size
+        return TaskShape(self.seq_len, self.vocab_size, output_vocab_size, self.num_puzzle_identifiers)
+
+
 def open_split(dataset: Path, name: str) -> Split:
     """Maps the arrays, and checks that they are whole and belong together."""
     directory = dataset / name
     if not directory.is_dir():
-        raise DataError(
-            f"{dataset} is not a dataset: there is no {name}/ in it"
-            if dataset.is_dir()
-            else f"There is no dataset at {dataset}",
-            hint="Build one with: trm data build",
-        )
+        missing = f"There is no dataset at {dataset}"
+        wrong = f"{dataset} is not a dataset: there is no {name}/ in it"
+        raise DataError(wrong if dataset.is_dir() else missing, hint="Build one with: trm data build")
     metadata = _read_metadata(directory / "dataset.json")
-    if len(metadata["sets"]) != 1:
-        raise DataError(f"{directory / 'dataset.json'} lists {len(metadata['sets'])} sets; one is supported")
-    arrays = {field: _map_array(directory / f"{metadata['sets'][0]}__{field}.npy") for field in FIELDS}
-    shape = TaskShape(
-        seq_len=metadata["seq_len"],
-        vocab_size=metadata["vocab_size"],
-        output_vocab_size=metadata.get("output_vocab_size", metadata["vocab_size"]),
-        num_puzzle_identifiers=metadata["num_puzzle_identifiers"],
-    )
-    for problem in _problems(arrays, shape):
-        raise DataError(f"{directory}: {problem}", hint="Build the dataset again, or copy it again.")
+    arrays = {field: _map_array(directory / f"{metadata.sets[0]}__{field}.npy") for field in FIELDS}
+    problems = _problems(arrays, metadata.shape)
+    if problems:
+        raise DataError(f"{directory}: {'; '.join(problems)}", hint=_AGAIN)
     indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
-    return Split(shape, metadata["ignore_label_id"], arrays["inputs"], arrays["labels"], **indices)
+    return Split(metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices)
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> Metadata:
     try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
+        return Metadata.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}", hint="Build the dataset again.") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}", hint="Build the dataset again.") from error
-    needed = {"seq_len", "vocab_size", "num_puzzle_identifiers", "ignore_label_id", "sets"}
-    missing = sorted(needed - set(metadata if isinstance(metadata, dict) else ()))
-    if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}", hint="Build the dataset again.")
-    return dict(metadata)
+        raise DataError(f"Cannot read {path}: {error.strerror}", hint=_AGAIN) from error
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+            for problem in error.errors()
+        )
+        raise DataError(f"{path} does not describe a dataset: {problems}", hint=_AGAIN) from error
 
 
 def _map_array(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", hint="Build the dataset again, or copy it again.") from error
+        raise DataError(f"{path} is missing", hint=_AGAIN) from error
     except (OSError, ValueError, EOFError) as error:  # a header cut short is a ValueError, too
-        raise DataError(
-            f"{path} is truncated or not an array: {error}", hint="Build the dataset again, or copy it again."
-        ) from error
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{path} holds {array.dtype} instead of integers")
+        raise DataError(f"{path} is truncated or not an array: {error}", hint=_AGAIN) from error
+    if array.dtype.kind not in "iu" or array.ndim == 0:
+        raise DataError(f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers")
     return np.asarray(array)
 
 
@@ -222,21 +237,20 @@ def _problems(arrays: Mapping[str, NDArray[Any]], shape: TaskShape) -> list[str]
             found.append(f"{field} does not count up to {last}")
     if found:
         return found
-    if int(arrays["puzzle_identifiers"].max()) >= shape.num_puzzle_identifiers:
-        found.append(f"a puzzle identifier is not below {shape.num_puzzle_identifiers}")
-    sample = slice(0, 10_000)  # all of a small set; a large one is not read through at every start
-    for field, limit in (("inputs", shape.vocab_size), ("labels", shape.output_vocab_size)):
-        rows = arrays[field][sample]
-        if int(rows.min()) < 0 or int(rows.max()) >= limit:
-            found.append(
-                f"{field} holds tokens {int(rows.min())} to {int(rows.max())}; 0 to {limit - 1} exist"
-            )
+    for field, limit in (
+        ("inputs", shape.vocab_size),
+        ("labels", shape.output_vocab_size),
+        ("puzzle_identifiers", shape.num_puzzle_identifiers),
+    ):
+        least, most = int(arrays[field].min()), int(arrays[field].max())
+        if least < 0 or most >= limit:
+            found.append(f"{field} holds {least} to {most}; 0 to {limit - 1} exist")
     return found
 
 
 def fingerprint(split: Split) -> str:
     """Of what is learned from: the same for a copy of a dataset elsewhere."""
-    digest = hashlib.sha256(repr(asdict(split.shape)).encode())
+    digest = hashlib.sha256(repr((asdict(split.shape), split.ignore_label)).encode())
     for field in FIELDS:
         digest.update(np.ascontiguousarray(getattr(split, field)).data)
     return digest.hexdigest()

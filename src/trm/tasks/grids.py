@@ -27,7 +27,8 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     try:
         with _open_text(path) as file:
-            cells = [(line, row) for line, row in enumerate(csv.reader(file), start=1) if any(row)]
+            reader = csv.reader(file)
+            cells = [(reader.line_num, row) for row in reader if any(row)]
     except FileNotFoundError as error:
         raise DataError(f"There is no puzzle file {path}", hint="Name one with --from FILE.") from error
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
@@ -47,10 +48,10 @@ def read_rows(path: Path) -> list[Row]:
 
 def _open_text(path: Path) -> TextIO:
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8", newline="")
+        return lzma.open(path, "rt", encoding="utf-8-sig", newline="")
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")  # spreadsheets write a byte order mark
 
 
 def _column(header: Sequence[str], names: Sequence[str]) -> int | None:

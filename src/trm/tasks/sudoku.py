@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from macbook_optimization.errors import DataError
 from trm.config import Count, CountOrZero, Section, parse_section
@@ -36,6 +36,12 @@ class BuildOptions(Section):
     file: Path | None = Field(None, alias="from")
     source: str | None = None  # of the file's rows, those with this `source`
     test_source: str | None = None  # test puzzles from these rows instead
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.file is None and (self.source or self.test_source):
+            raise ValueError("source and test_source choose rows of a file, so they need `from`")
+        return self
 
     @property
     def num_blanks(self) -> int:
@@ -111,6 +117,11 @@ class SudokuTask:
         made_by = {"task": self.name, "options": asked.model_dump(mode="json", by_alias=True)}
         write_dataset(directory, splits, made_by)
 
+    def check(self, shape: TaskShape) -> None:
+        size = _size_of(shape.seq_len)
+        if (shape.vocab_size, shape.output_vocab_size) != (size + 2, size + 2):
+            raise DataError(f"A {size}x{size} Sudoku has {size + 2} tokens; this set has {shape.vocab_size}")
+
     def augment(
         self, inputs: IntArray, labels: IntArray, draws: NDArray[np.float64]
     ) -> tuple[IntArray, IntArray]:
@@ -143,6 +154,10 @@ class SudokuTask:
             stacks = [line[i : i + box_columns] for i in range(0, size, box_columns)]
             lines.append(" |".join("".join(stack) for stack in stacks))
         return "\n".join(lines)
+
+    def legend(self, changes: bool, color: bool) -> str:
+        given, changed = ("bold", "green") if color else ("in brackets", "starred")
+        return f"given digits are {given}" + (f", changes {changed}" if changes else "")
 
     def judge(self, question: IntArray, answer: IntArray) -> str | None:
         size = _size_of(len(question))
@@ -209,9 +224,10 @@ def _generated(asked: BuildOptions, progress: Progress) -> dict[str, Pairs]:
     total = sum(wanted.values())
     kept: dict[str, dict[bytes, tuple[Grids, Grids]]] = {"train": {}, "test": {}}
     fruitless = 0
-    for questions, answers in _endless(asked, min(_CHUNK, total)):
+    share = min(max(asked.test / total, 0.05), 0.95)  # neither side waits for a rare fingerprint
+    for questions, answers in _endless(asked, min(_CHUNK, max(total, 64))):
         before = sum(map(len, kept.values()))
-        marks = puzzles.fingerprints(questions, answers) % np.uint64(total) < np.uint64(asked.test)
+        marks = puzzles.fingerprints(questions, answers) < np.uint64(share * 2**64)
         for question, answer, is_test in zip(questions, answers, marks, strict=True):
             side = "test" if is_test else "train"
             if len(kept[side]) < wanted[side]:

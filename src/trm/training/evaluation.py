@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,9 +22,6 @@ class Evaluation:
     mean_steps: float
     accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
     evaluation_seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def evaluate(

@@ -6,13 +6,13 @@ what is saved then is the state after the last whole step, and resuming repeats 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -21,14 +21,14 @@ import numpy as np
 import psutil
 
 from macbook_optimization.checkpoint_management import Checkpoint
-from macbook_optimization.errors import DataError, NonFiniteLossError, RunError
+from macbook_optimization.errors import DataError, RunError
 from trm.backends.base import Learner, StepBatch, StepResult, StepSettings, load_backend
 from trm.batches import Order, Slots
 from trm.config import RunConfig
-from trm.runs import Run, open_run
+from trm.runs import Plan, Run, begin, check_recipe, choose_plan, open_run, set_aside
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
-from trm.training.evaluation import Evaluation, evaluate
+from trm.training.evaluation import evaluate
 from trm.training.schedule import cycles_of_step, learning_rate_factor
 
 
@@ -46,56 +46,34 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How this machine carries the recipe out."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-    threads: int
-    precision: str
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     run: Path
     reason: str  # "target", "max_steps", "limit" or "interrupted"
     step: int
     seconds: float
     best: dict[str, Any] | None
-    last: Evaluation | None
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """Ctrl-C or SIGTERM arrived; the state is that of the last whole step."""
 
 
-def choose_plan(config: RunConfig) -> Plan:
-    slots = config.training.effective_batch_size
-    micro_batch_size = min(config.plan.micro_batch_size or 32, slots)
-    return Plan(
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=-(-slots // micro_batch_size),
-        threads=config.plan.threads or psutil.cpu_count(logical=False) or 1,
-        precision=config.plan.precision or config.model.forward_dtype,
-    )
-
-
-def train(config: RunConfig, path: Path, limits: Limits, display: Display) -> Outcome:
+def train(config: RunConfig, path: Path, limits: Limits, display: Display, *, fresh: bool = False) -> Outcome:
     task = load_task(config.task)
     build_if_missing(config, task, display)
     train_split, test_split = (open_split(config.data.path, name) for name in ("train", "test"))
     if train_split.shape != test_split.shape:
         raise DataError(f"The train and test halves of {config.data.path} have different shapes")
-    run = open_run(path, config)
-    plan = choose_plan(config)
-    run.write("plan.json", json.dumps(asdict(plan), indent=2))
-    backend = load_backend()
+    task.check(train_split.shape)
+    if fresh and (aside := set_aside(path)):
+        display.message(f"The earlier run is now {aside}.")
+    run, plan, backend = open_run(path, config), choose_plan(config), load_backend()
     backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
-    model = config.model.model_copy(update={"forward_dtype": plan.precision})
-    learner = backend.learner(model, config.training, train_split.shape, config.seed)
+    learner = backend.learner(config.model_here, config.training, train_split.shape, config.seed)
     trainer = Trainer(config, plan, task, (train_split, test_split), learner, run, display)
     trainer.resume()
-    with stop_signals(display) as check:
+    begin(run, config, plan)
+    with stop_signals() as check:
         return trainer.run(limits, check)
 
 
@@ -106,23 +84,28 @@ def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
 
 
 @contextmanager
-def stop_signals(display: Display) -> Iterator[Callable[[], None]]:
-    """Yields a function that raises `Interrupted` once Ctrl-C or SIGTERM has arrived. A second one leaves
-    at once, which is safe: the last checkpoint is already complete."""
+def stop_signals() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises `Interrupted` once Ctrl-C, SIGTERM or a closed terminal has arrived. A
+    second one leaves at once, which is safe: the last checkpoint is already complete.
+
+    The handler may interrupt any line of ours, a print included, so it writes to the terminal by itself.
+    """
     arrived = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
         if arrived:
+            os.write(2, b"\033[?25h\n" if os.isatty(2) else b"\n")  # a live display had hidden the cursor
             os._exit(130)
         arrived = True
-        display.message("Stopping; saving the last whole step (Ctrl-C again leaves at once).")
+        os.write(2, b"\nStopping; saving the last whole step (Ctrl-C again leaves at once).\n")
 
     def check() -> None:
         if arrived:
             raise Interrupted
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield check
     finally:
@@ -154,22 +137,31 @@ class Trainer:
             puzzle_indices=self.train_split.puzzle_indices,
         )
         self.data_fingerprint = fingerprint(self.train_split)
+        self.judged_by = {
+            **config.evaluation.model_dump(include={"depth", "settle", "examples"}),
+            "data": fingerprint(self.test_split),
+        }
         self.slots = Slots.new(self.order.num_slots)
         self.step = 0
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
         self.saved: Checkpoint | None = None
         self.saved_at = self.started
-        self.last: Evaluation | None = None
+        self.evaluated = 0  # the last step whose weights were evaluated
+        self.best: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self) -> None:
-        checkpoint = self.checkpoints.newest_good()
+        checkpoint, damaged = self.checkpoints.recover()
+        for problem in damaged:
+            self.directory.event("damaged", checkpoint=problem)
+            self.display.message(f"A checkpoint is damaged: {problem}.")
         if checkpoint is None:
             return
+        check_recipe(self.config, checkpoint)
         metadata = checkpoint.metadata
         if metadata["data"] not in (None, self.data_fingerprint):  # None: imported weights
             raise RunError(
@@ -179,6 +171,10 @@ class Trainer:
         self.learner.restore(checkpoint.load_all())
         self.slots = Slots.from_lists(metadata["slots"])
         self.step, self.seconds_before, self.saved = checkpoint.step, metadata["seconds"], checkpoint
+        self.evaluated = metadata["evaluated"]
+        best = self.checkpoints.best()
+        if best is not None and best.get("judged_by") == self.judged_by:
+            self.best = best  # otherwise its accuracy is of another test, and says nothing here
         self.directory.event("resumed", step=self.step)
         self.display.message(f"Resuming {self.directory.path} after step {self.step}.")
 
@@ -186,30 +182,28 @@ class Trainer:
         self.started = self.saved_at = time.monotonic()
         log = MetricsLog(self.directory, self.plan)
         try:
-            while (reason := self._finished(limits)) is None:
-                check()
-                rate, result = self._one_step(check)
-                log.add(self.step, result, rate, self.seconds)
-                self._show(log)
-                if self.step % self.config.evaluation.every_steps == 0:
+            while True:
+                if self._evaluation_is_due():
                     self._evaluate(check)
                 if self._save_is_due():
                     self._save()
-            if reason == "max_steps" and self.step % self.config.evaluation.every_steps:
-                self._evaluate(check)
+                if (reason := self._finished(limits)) is not None:
+                    break
+                check()
+                before = time.monotonic()
+                rate, result = self._one_step(check)
+                log.add(self.step, result, rate, time.monotonic() - before, self.seconds)
+                self._show(log)
         except Interrupted:
             reason = "interrupted"
-        except NonFiniteLossError:
-            self._save()  # the weights before this step are good
-            raise
         self._save()
+        log.write()
         self.directory.event("stopped", reason=reason, step=self.step)
-        best = self.checkpoints.best()
-        return Outcome(self.directory.path, reason, self.step, self.seconds, best, self.last)
+        return Outcome(self.directory.path, reason, self.step, self.seconds, self.best)
 
     def _finished(self, limits: Limits) -> str | None:
-        target, best = self.config.evaluation.target_accuracy, self.checkpoints.best()
-        if target is not None and best is not None and best["exact_accuracy"] >= target:
+        target = self.config.evaluation.target_accuracy
+        if target is not None and self.best is not None and self.best["exact_accuracy"] >= target:
             return "target"
         if self.step >= self.config.training.max_steps:
             return "max_steps"
@@ -218,6 +212,11 @@ class Trainer:
         if limits.max_seconds is not None and time.monotonic() - self.started >= limits.max_seconds:
             return "limit"
         return None
+
+    def _evaluation_is_due(self) -> bool:
+        """Asked before each step and not after it, so that an evaluation that was interrupted comes again."""
+        last = self.step >= self.config.training.max_steps
+        return self.evaluated != self.step and (last or self.step % self.config.evaluation.every_steps == 0)
 
     def batch(self, slots: Slots) -> StepBatch:
         """A pure function of where the slots are."""
@@ -255,26 +254,32 @@ class Trainer:
         return settings.learning_rate, result
 
     def _show(self, log: MetricsLog) -> None:
-        best = f"  exact {self.last.exact_accuracy:.1%}" if self.last else ""
+        best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
         facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
         self.display.update("training", self.step, self.config.training.max_steps, facts)
 
     def _evaluate(self, check: Callable[[], None]) -> None:
-        self.last = evaluate(
+        def after_chunk(done: int, total: int) -> None:
+            self.display.update("evaluating", done, total)
+            check()
+
+        found = evaluate(
             self.learner.answerer(),
             self.test_split,
             self.config.evaluation,
             4 * self.plan.micro_batch_size,  # without gradients there is memory for at least so many
-            lambda done, total: check(),
+            after_chunk,
         )
-        row = {"step": self.step, "seconds": self.seconds, **self.last.as_dict()}
+        self.evaluated = self.step
+        row = {"step": self.step, "seconds": self.seconds, **asdict(found)}
         self.directory.append("metrics.jsonl", row)
-        best = self.checkpoints.best()
-        if best is None or self.last.exact_accuracy > best["exact_accuracy"]:
-            self.checkpoints.mark_best(self._save(), row)
+        if self.best is None or found.exact_accuracy > self.best["exact_accuracy"]:
+            saved = self._save()
+            self.best = {"checkpoint": saved.path.name, **row, "judged_by": self.judged_by}
+            self.checkpoints.mark_best(self.best)
         self.display.message(
-            f"step {self.step:6d}  {self.seconds:6.1f} s  exact {self.last.exact_accuracy:6.1%}  "
-            f"cells {self.last.token_accuracy:6.1%}  on {self.last.examples} unseen puzzles"
+            f"step {self.step:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
+            f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
         )
 
     def _save_is_due(self) -> bool:
@@ -285,11 +290,14 @@ class Trainer:
     def _save(self) -> Checkpoint:
         if self.saved is None or self.saved.step != self.step:
             metadata = {
+                "recipe": self.config.what_is_learned(),
                 "shape": asdict(self.train_split.shape),
                 "data": self.data_fingerprint,
                 "slots": self.slots.to_lists(),
                 "seconds": self.seconds,
+                "evaluated": self.evaluated,
                 "plan": asdict(self.plan),
+                "versions": {name: version(name) for name in ("torch", "numpy", "safetensors")},
             }
             self.saved = self.checkpoints.save(self.step, self.learner.tensors(), metadata)
         self.saved_at = time.monotonic()
@@ -304,28 +312,38 @@ class MetricsLog:
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
         self.loss = self.samples_per_second = 0.0
-        self.row_at = time.monotonic()
+        self.row: dict[str, Any] = {}
         self.results: list[StepResult] = []
+        self.step_seconds = 0.0
 
-    def add(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
+    def add(
+        self, step: int, result: StepResult, learning_rate: float, step_seconds: float, seconds: float
+    ) -> None:
+        """`step_seconds` is this step's own; evaluations and saves do not count against the rate."""
         self.results.append(result)
-        now = time.monotonic()
+        self.step_seconds += step_seconds
         self.loss = float(np.mean([r.loss for r in self.results]))
-        self.samples_per_second = sum(len(r.exact) for r in self.results) / (now - self.row_at)
-        if now - self.row_at < self.every_seconds:
-            return
-        row = {
+        self.samples_per_second = sum(len(r.exact) for r in self.results) / self.step_seconds
+        self.row = {
             "step": step,
             "seconds": seconds,
             "loss": self.loss,
             "grad_norm": result.grad_norm,
-            "train_token_accuracy": float(np.mean([r.token_accuracy for r in self.results])),
-            "train_exact_accuracy": float(np.mean([r.exact.mean() for r in self.results])),
             "samples_per_second": self.samples_per_second,
             "learning_rate": learning_rate,
             "micro_batch_size": self.plan.micro_batch_size,
+        }
+        if self.step_seconds >= self.every_seconds:
+            self.write()
+
+    def write(self) -> None:
+        if not self.results:
+            return
+        more = {
+            "train_token_accuracy": float(np.mean([r.token_accuracy for r in self.results])),
+            "train_exact_accuracy": float(np.mean([r.exact.mean() for r in self.results])),
             "rss_bytes": self.process.memory_info().rss,
             "cpu_percent": self.process.cpu_percent(),
         }
-        self.run.append("metrics.jsonl", row)
-        self.row_at, self.results = now, []
+        self.run.append("metrics.jsonl", {**self.row, **more})
+        self.results, self.step_seconds = [], 0.0

@@ -110,6 +110,21 @@ def test_a_file_that_wants_to_run_something_is_refused_and_nothing_runs(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_nothing_beside_the_file_is_imported(tmp_path, monkeypatch):
+    """A module in the current directory could take the place of one that the reader imports."""
+    path, _ = reference_file(tmp_path)
+    (tmp_path / "resource.py").write_text("open('ran', 'w')\nraise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    import_reference(path, recipe(tmp_path), tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_few_bytes_cannot_become_a_huge_tensor(tmp_path):
+    torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "bomb.pt")
+    with pytest.raises(CheckpointError, match="larger than its storage"):
+        read_state_dict(tmp_path / "bomb.pt")
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_the_reference(variant, loss):
         indices = [tuple(rng.integers(parameter.shape)) for _ in range(3)]
         expected = recursion.gradient(loss_of, weights, name, indices)
         found = [float(parameter.grad[index]) for index in indices]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
 def test_the_gradient_of_puzzle_rows_moves_each_row_by_its_sign():

@@ -44,11 +44,13 @@ def test_an_array_of_objects_is_not_loaded(dataset):
     [
         ("inputs", lambda a: a[:-1], "labels has shape"),
         ("labels", lambda a: a[:, :-1], "labels has shape"),
-        ("inputs", lambda a: a + 20, "inputs holds tokens"),
+        ("inputs", lambda a: a + 20, "inputs holds 21 to"),
+        ("puzzle_identifiers", lambda a: a - 1, "puzzle_identifiers holds -1"),
+        ("inputs", lambda a: np.array(3), "0-dimensional"),
         ("puzzle_indices", lambda a: a[:-1], "puzzle_indices has shape"),
         ("group_indices", lambda a: a * 0, "group_indices does not count up"),
-        ("puzzle_identifiers", lambda a: a + 7, "puzzle identifier is not below 1"),
-        ("inputs", lambda a: a.astype(np.float32), "float32 instead of integers"),
+        ("puzzle_identifiers", lambda a: a + 7, "puzzle_identifiers holds 7 to 7; 0 to 0 exist"),
+        ("inputs", lambda a: a.astype(np.float32), "float32 instead of rows of integers"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(dataset, field, change, message):
@@ -59,7 +61,15 @@ def test_arrays_that_do_not_belong_together_are_refused(dataset, field, change, 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "is not JSON"), ("{}", "lacks ignore_label_id"), ("[]", "lacks")]
+    ("content", "message"),
+    [
+        ("{", "Invalid JSON"),
+        ("{}", "ignore_label_id: Field required"),
+        ("[]", "valid dictionary|object"),
+        ('{"seq_len": "16"}', "seq_len: Input should be a valid integer"),
+        ('{"sets": null}', "sets: Input should be a valid"),
+        ('{"vocab_size": 0}', "vocab_size: Input should be greater"),
+    ],
 )
 def test_wrong_metadata_is_refused(dataset, content, message):
     (dataset / "train" / "dataset.json").write_text(content)
@@ -100,6 +110,9 @@ def test_a_copy_elsewhere_has_the_same_fingerprint_and_a_changed_set_another(dat
     labels[0, 0] = 3 if labels[0, 0] != 3 else 4
     np.save(copy / "train" / "all__labels.npy", labels)
     assert fingerprint(open_split(copy, "train")) != original
+    description = dataset / "train" / "dataset.json"
+    description.write_text(description.read_text().replace('"ignore_label_id": 0', '"ignore_label_id": 3'))
+    assert fingerprint(open_split(dataset, "train")) != original
 
 
 def test_metadata_holds_what_the_public_code_reads(dataset):

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from tiny import run_config, sudoku_dataset
 
-from macbook_optimization.errors import ConfigError, DataError, RunError
+from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
 from trm.runs import Run, list_runs, set_aside
 from trm.training.loop import Limits, train
 
@@ -21,7 +22,7 @@ class Recorder:
 
     def update(self, what, done, total, facts=""):
         if self.react:
-            self.react(facts, done)
+            self.react(facts or what, done)
 
     def message(self, text):
         self.messages.append(text)
@@ -85,8 +86,8 @@ def test_the_plan_changes_neither_the_order_nor_what_is_learned(
     tmp_path, dataset, supervision, micro_batch_size
 ):
     for path, size in (("whole", 6), ("cut", micro_batch_size)):
-        config = run_config(dataset, training__supervision=supervision, plan__micro_batch_size=size)
-        run(config, tmp_path / path, max_step=12)
+        settings = {"training__supervision": supervision, "model__halt_max_steps": 3}
+        run(run_config(dataset, plan__micro_batch_size=size, **settings), tmp_path / path, max_step=12)
     assert_same_up_to_rounding(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -125,6 +126,45 @@ def test_a_run_stops_at_its_target(tmp_path, dataset):
     assert (outcome.reason, outcome.step) == ("target", 10)
 
 
+@pytest.mark.parametrize("target", [0.0, None])
+def test_an_interrupted_evaluation_comes_again(tmp_path, dataset, target):
+    """Whether a run stops at its target must not depend on when Ctrl-C was pressed."""
+    step = 10 if target is not None else 20
+    config = run_config(
+        dataset,
+        evaluation={"every_steps": step, "depth": 3, "target_accuracy": target},
+        plan__micro_batch_size=2,
+    )
+
+    def interrupt(what, done):
+        if what == "evaluating":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = run(config, tmp_path / "run", interrupt)
+    assert (outcome.reason, outcome.step, outcome.best) == ("interrupted", step, None)
+    again = run(config, tmp_path / "run")
+    assert (again.reason, again.step) == ("target" if target is not None else "max_steps", step)
+    assert again.best["step"] == step
+
+
+def test_a_best_of_another_test_is_forgotten(tmp_path, dataset):
+    """An accuracy on other puzzles, or at another depth, is not to be beaten here."""
+    run(run_config(dataset), tmp_path / "run", max_step=10)
+    deeper = run_config(dataset, evaluation={"every_steps": 5, "depth": 4})
+    outcome = run(deeper, tmp_path / "run", max_step=15)
+    assert (outcome.best["step"], outcome.best["judged_by"]["depth"]) == (15, 4)
+
+
+def test_a_rate_counts_steps_only(tmp_path, dataset):
+    run(run_config(dataset, evaluation__every_steps=1), tmp_path / "run")
+    rows = [row for row in Run(tmp_path / "run").rows() if "loss" in row]
+    evaluations = [row for row in Run(tmp_path / "run").rows() if "evaluation_seconds" in row]
+    assert sum(row["evaluation_seconds"] for row in evaluations) > 0
+    assert rows[-1]["step"] == 20
+    spent = rows[-1]["seconds"] - sum(row["evaluation_seconds"] for row in evaluations)
+    assert 20 * 6 / rows[-1]["samples_per_second"] <= spent
+
+
 def test_a_run_stops_when_its_time_is_up(tmp_path, dataset):
     outcome = run(run_config(dataset), tmp_path / "run", max_seconds=1e-9)
     assert (outcome.reason, outcome.step) == ("limit", 0)
@@ -146,6 +186,9 @@ def test_metrics_and_events_say_what_happened(tmp_path, dataset):
         evaluations[0]
     )
     assert [row["event"] for row in directory.rows("events.jsonl")] == ["stopped"]
+    rates = [row["samples_per_second"] for row in directory.rows() if "loss" in row]
+    assert all(rate > 0 for rate in rates)
+    assert directory.rows()[-1]["step"] == 20
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["accumulation_steps"] == 1
 
 
@@ -155,6 +198,8 @@ def test_a_torn_last_line_is_ignored(tmp_path, dataset):
     whole = len(Run(tmp_path / "run").rows())
     metrics.write_text(metrics.read_text() + '{"step": 21, "lo')
     assert len(Run(tmp_path / "run").rows()) == whole
+    Run(tmp_path / "run").append("metrics.jsonl", {"step": 22})
+    assert Run(tmp_path / "run").rows()[-1] == {"step": 22}
 
 
 def test_another_recipe_in_the_same_directory_is_refused_by_name(tmp_path, dataset):
@@ -166,8 +211,57 @@ def test_another_recipe_in_the_same_directory_is_refused_by_name(tmp_path, datas
 def test_other_data_are_refused(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=1)
     other = sudoku_dataset(tmp_path / "other", train=41)
+    before = (tmp_path / "run" / "recipe.yaml").read_text()
     with pytest.raises(RunError, match="other data"):
         run(run_config(other), tmp_path / "run")
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == before
+
+
+def test_a_recipe_edited_by_hand_is_refused(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=1)
+    edited = run_config(dataset, training__effective_batch_size=4)
+    (tmp_path / "run" / "recipe.yaml").write_text(edited.to_yaml())
+    with pytest.raises(RunError, match="effective_batch_size is 4 here and 6 in the run"):
+        run(edited, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_goes_on(tmp_path, dataset):
+    config = run_config(dataset, checkpoints={"every_steps": 3})
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "run", max_step=7)
+    (tmp_path / "run" / "checkpoints" / "step-00000007" / "weights.safetensors").write_bytes(b"")
+    display = Recorder()
+    train(config, tmp_path / "run", Limits(), display)
+    assert any("step-00000007" in message for message in display.messages)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_set_of_another_task_is_refused_before_anything_is_written(tmp_path, dataset):
+    other = shutil.copytree(dataset, tmp_path / "set")
+    for name in ("train", "test"):
+        description = other / name / "dataset.json"
+        description.write_text(description.read_text().replace('"vocab_size": 6', '"vocab_size": 12'))
+    with pytest.raises(DataError, match="has 6 tokens; this set has 12"):
+        run(run_config(other), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_allocated_is_an_error_and_leaves_no_run(tmp_path, dataset):
+    with pytest.raises(MemoryBudgetError, match="do not fit into memory"):
+        run(run_config(dataset, training__effective_batch_size=2**30), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_precision_may_change_when_a_run_goes_on(tmp_path, dataset):
+    """Checked without a product in bfloat16, which kills the process on some machines."""
+    from trm.backends.pytorch.step import learner
+    from trm.tasks.base import open_split
+
+    run(run_config(dataset), tmp_path / "run", max_step=1)
+    changed = run_config(dataset, plan={"precision": "bfloat16"})
+    ours = learner(changed.model_here, changed.training, open_split(dataset, "train").shape, 0)
+    ours.restore(Run(tmp_path / "run").checkpoints().newest_good().load_all())
+    assert ours.latents.dtype == torch.bfloat16
 
 
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path, dataset):
@@ -207,8 +301,12 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, dataset):
 
 def test_a_fresh_start_sets_the_old_run_aside(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=1)
-    assert set_aside(tmp_path / "run") == tmp_path / "run.1"
-    run(run_config(dataset, seed=1), tmp_path / "run", max_step=1)
+    letters = tmp_path / "letters"
+    letters.mkdir()
+    with pytest.raises(RunError, match="is not a run, so it stays"):
+        set_aside(letters)
+    other = run_config(dataset, seed=1)
+    train(other, tmp_path / "run", Limits(max_step=1), Recorder(), fresh=True)
     assert [summary.path for summary in list_runs(tmp_path)] == [
         str(tmp_path / "run"),
         str(tmp_path / "run.1"),

@@ -9,6 +9,7 @@ The names are the same but for a prefix, and the two initial latents that we kee
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import resource
@@ -26,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from macbook_optimization.errors import CheckpointError
-from trm.backends.pytorch.step import TorchLearner, load_weights
+from trm.backends.pytorch.step import learner, load_weights
 from trm.batches import Slots
 from trm.config import ModelConfig, RunConfig
-from trm.runs import Run, open_run
+from trm.runs import Run, begin, choose_plan, open_run
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
 
@@ -58,24 +59,26 @@ _CRAFTED = (  # what reading a crafted file can raise
 )
 
 
-def import_reference(file: Path, config: RunConfig, path: Path) -> int:
+def import_reference(file: Path, config: RunConfig, path: Path) -> None:
     """A run at step 0 that answers, and goes on training, with the weights of FILE."""
     weights = from_reference(_read_in_child(file), config.model)
-    learner = TorchLearner(config.model, config.training, _shape(config), config.seed)
-    for model in (learner.model, learner.averaged):
+    made = learner(config.model, config.training, _shape(config), config.seed)
+    for model in (made.model, made.averaged):
         load_weights(model, weights)
     run = open_run(path, config)
-    if run.checkpoints().newest_good() is not None:
+    if run.checkpoints().newest_step() is not None:
         raise CheckpointError(f"{path} already has checkpoints", hint="Choose a new --run directory.")
     metadata = {
-        "shape": asdict(learner.model.shape),
+        "recipe": config.what_is_learned(),
+        "shape": asdict(made.model.shape),
         "data": None,  # nothing here has been learned from a dataset that we know
         "slots": Slots.new(config.training.effective_batch_size).to_lists(),
         "seconds": 0.0,
+        "evaluated": 0,
     }
-    run.checkpoints().save(0, learner.tensors(), metadata)
+    begin(run, config, choose_plan(config))
+    run.checkpoints().save(0, made.tensors(), metadata)
     run.event("imported", file=str(file))
-    return 0
 
 
 def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled: bool = True) -> int:
@@ -84,11 +87,13 @@ def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled:
     config = run.config
     checkpoint = run.checkpoints().best_or_newest()
     weights = checkpoint.load("ema" if averaged and config.training.ema else "weights")
+    file = file.resolve()
     partial = file.with_name(f".{file.name}.partial")
     try:
         torch.save(to_reference(weights, config.model, compiled), partial)
         partial.replace(file)
     except (OSError, RuntimeError) as error:  # torch reports a missing directory as RuntimeError
+        partial.unlink(missing_ok=True)
         raise CheckpointError(f"Cannot write {file}: {error}") from error
     return checkpoint.step
 
@@ -131,7 +136,8 @@ def _shape(config: RunConfig) -> TaskShape:
 def _read_in_child(file: Path) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as directory:
         converted = Path(directory) / "weights.safetensors"
-        command = [sys.executable, "-m", __name__, str(file), str(converted)]
+        # -P: nothing that lies beside the file, in the current directory, is imported
+        command = [sys.executable, "-P", "-m", __name__, str(file), str(converted)]
         try:
             child = subprocess.run(
                 command, capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False
@@ -209,6 +215,8 @@ class _TensorsOnly(pickle.Unpickler):
 
 
 def _rebuild_tensor(storage: Tensor, offset: int, size: Any, stride: Any, *ignored: Any) -> Tensor:
+    if math.prod(size) > storage.numel():  # a stride of 0 could make gigabytes of a few bytes
+        raise ValueError("a tensor is larger than its storage")
     return storage.as_strided(size, stride, offset).clone()  # checks that it lies inside the storage
 
 

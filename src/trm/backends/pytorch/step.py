@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from macbook_optimization.errors import CheckpointError, NonFiniteLossError
+from macbook_optimization.errors import CheckpointError, MemoryBudgetError, NonFiniteLossError
 from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
 from trm.backends.pytorch.losses import slot_losses
 from trm.backends.pytorch.model import TinyRecursiveModel
@@ -73,12 +73,11 @@ class TorchLearner:
 
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
-        gradients = self.parameters.values()
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(gradients, limit if limit else float("inf")))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf")))
         if not np.isfinite(loss + grad_norm):  # before the update: the weights are still good
             raise NonFiniteLossError(
                 f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {settings.step}.",
-                hint="Lower training.learning_rate; the last checkpoint is unaffected.",
+                hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
             )
         self.optimizer.update(settings.step, settings.learning_rate)
         if tensors.rows is not None and tensors.rows.grad is not None:
@@ -111,7 +110,7 @@ class TorchLearner:
         for name, moment in self.optimizer.moments.items():
             moment.copy_(tensors["optimizer"][name])
         if self.latents is not None:
-            self.latents = tensors["latents"]["latents"]
+            self.latents = tensors["latents"]["latents"].to(self.model.dtype)
 
 
 class _Cuttable:
@@ -159,7 +158,7 @@ class TorchAnswerer:
         rows = None
         if self.model.config.puzzle_emb_ndim:
             rows = self.model.puzzle_emb.weights[torch.from_numpy(puzzle_identifiers)]
-        tokens = np.zeros((depth, *inputs.shape), dtype=np.int16)
+        tokens = np.zeros((depth, *inputs.shape), dtype=np.int32)
         halt_logits = np.zeros((depth, len(inputs)), dtype=np.float32)
         unchanged = np.zeros(len(inputs), dtype=np.int64)
         steps = np.zeros(len(inputs), dtype=np.int64)
@@ -205,7 +204,15 @@ def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> No
 
 
 def learner(model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int) -> TorchLearner:
-    return TorchLearner(model, training, shape, seed)
+    try:
+        return TorchLearner(model, training, shape, seed)
+    except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for this
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise MemoryBudgetError(
+            "The model and its slots do not fit into memory.",
+            hint="Lower model.hidden_size or training.effective_batch_size.",
+        ) from error
 
 
 def answerer(
