@@ -27,7 +27,8 @@ from trm.tasks.base import TaskShape
 
 def prepare(*, threads: int, deterministic: bool) -> None:
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: 2 s
+        torch.use_deterministic_algorithms(deterministic)
 
 
 class TorchLearner:
