@@ -93,6 +93,7 @@ def test_runs_are_listed(workspace):
     assert "There are no runs" in ok("runs", cwd=workspace)
 
 
+@pytest.mark.slow
 def test_eval_reports_accuracy_by_depth(workspace):
     facts = json.loads(ok("eval", "run", "--depth", 5, "--json", cwd=workspace))
     assert facts["examples"] == 12
@@ -132,12 +133,14 @@ def test_predict_survives_bytes_that_are_no_text(workspace):
     assert b"cannot stand in a 4x4 puzzle" in done.stderr
 
 
+@pytest.mark.slow
 def test_predict_takes_a_puzzle_of_the_test_set(workspace):
     facts = json.loads(ok("predict", "run", "--example", 3, "--json", cwd=workspace))
     assert len(facts["question"]) == 16
     assert "There is no test puzzle 99" in fails(1, "predict", "run", "--example", 99, cwd=workspace)
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_and_imported(workspace):
     ok("checkpoint", "export", "run", "weights.pt", cwd=workspace)
     ok("checkpoint", "import", "weights.pt", "sudoku-6x6", *FOUR, *TINY, "--run", "imported", cwd=workspace)
@@ -207,6 +210,7 @@ def interrupt_after_step(command, cwd, step):
     return child.returncode, output, errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
     command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "training.max_steps=100000", "--run", "long"]
     code, output, errors = interrupt_after_step(command, workspace, 5)
@@ -220,6 +224,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
     assert f"after step {step + 3}," in again.stdout
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_intact(workspace):
     """A step of many seconds: the first Ctrl-C would wait for its next cut, the second does not."""
     command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "--run", "twice"]

@@ -74,6 +74,7 @@ def test_an_imported_file_comes_out_again_as_it_went_in(tmp_path, prefix):
     assert Run(tmp_path / "run").checkpoints().newest_good().step == 0
 
 
+@pytest.mark.slow
 def test_a_file_of_another_shape_is_refused_with_both_shapes(tmp_path):
     path, _ = reference_file(tmp_path)
     config = recipe(tmp_path).model_copy(update={"model": model_config(puzzle_emb_ndim=8, L_layers=1)})
