@@ -47,7 +47,10 @@ class ProgressDisplay:
     def update(self, what: str, done: int, total: int, facts: str = "") -> None:
         if self._progress.disable:
             now = time.monotonic()
-            if now >= self._next_line.get(what, 0.0):
+            due = self._next_line.setdefault(what, now + self._every_seconds)
+            if done >= total:
+                del self._next_line[what]
+            elif now >= due:
                 self._next_line[what] = now + self._every_seconds
                 self.message(f"{what}: {done}/{total} {facts}".rstrip())
             return
