@@ -146,7 +146,7 @@ class Slots:
         return np.asarray(self.supervised == 0)
 
     def supervised_once(
-        self, halt_logits: NDArray[np.float32], seed: int, max_steps: int, exploration: float
+        self, halt_margins: NDArray[np.float32], seed: int, max_steps: int, exploration: float
     ) -> Slots:
         """After a supervision step: halt where the model says so or the steps are used up, except that
         now and then a slot must go on for a drawn number of steps, so that late steps are learned too."""
@@ -156,5 +156,5 @@ class Slots:
             seed, Purpose.EXPLORE, slots[:, None], self.k[:, None], supervised[:, None], np.arange(2)
         )
         least = np.where(draws[:, 0] < exploration, 2 + (draws[:, 1] * (max_steps - 1)).astype(np.int64), 0)
-        wants_to_halt = (halt_logits > 0) & (supervised >= least)
+        wants_to_halt = (halt_margins > 0) & (supervised >= least)
         return Slots(self.k, supervised, np.asarray((supervised >= max_steps) | wants_to_halt))

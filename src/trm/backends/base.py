@@ -44,7 +44,7 @@ class StepResult:
     grad_norm: float
     token_accuracy: float
     exact: NDArray[np.bool_]  # (N,)
-    halt_logits: NDArray[np.float32]  # (N,)
+    halt_margins: NDArray[np.float32]  # (N,), positive where the slot wants to halt
 
 
 @dataclass(frozen=True, slots=True)

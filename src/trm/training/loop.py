@@ -248,7 +248,7 @@ class Trainer:
         result = self.learner.step(self.batch(slots), settings, after_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
-            result.halt_logits, config.seed, max_steps, config.model.halt_exploration_prob
+            result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
         )
         self.step = step
         return settings.learning_rate, result

@@ -91,6 +91,16 @@ def test_a_loss_that_is_not_a_number_leaves_the_weights_alone():
         torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("variant", "compares"), [("trm", False), ("singlez", False), ("transformer", True)])
+def test_only_the_baseline_weighs_halting_against_going_on(variant, compares):
+    """As in the public code: the others ask the first logit alone."""
+    ours = learner(variant=variant)
+    with torch.no_grad():
+        ours.model.q_head.bias.copy_(torch.tensor([1.0, 3.0]))  # the weights of a new head are zero
+    result = take(ours)
+    np.testing.assert_allclose(result.halt_margins, -2.0 if compares else 1.0)
+
+
 def test_clipping_bounds_the_gradient_before_the_update():
     """With sgd-like accounting: Adam's first moment after one step is (1 - beta1) times the gradient."""
     ours = TorchLearner(model_config(), training_config(max_grad_norm=1e-3), SHAPE, seed=0)

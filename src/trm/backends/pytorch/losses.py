@@ -38,7 +38,7 @@ class SlotLosses(NamedTuple):
     total: Tensor  # sum over slots, with gradient
     correct_tokens: Tensor  # (B,)
     labelled_tokens: Tensor  # (B,)
-    halt_logits: Tensor  # (B,)
+    halt_margins: Tensor  # (B,), positive where the slot wants to halt
 
 
 def slot_losses(
@@ -53,8 +53,10 @@ def slot_losses(
     with torch.no_grad():
         right = (logits.argmax(-1) == labels).long()
         correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
-    halt_logits = model.halt_logits(y_LBD)[:, 0]
+    halt_logits, continue_logits = model.halt_logits(y_LBD).unbind(-1)
     exact = (correct == counts).to(halt_logits.dtype)
     halt_loss = F.binary_cross_entropy_with_logits(halt_logits, exact, reduction="sum")
     total = per_token.sum() + training.halt_loss_weight * halt_loss
-    return SlotLosses(total, correct, counts, halt_logits.detach())
+    # As published: the recursive variants ask whether to halt, the baseline compares halting with going on.
+    margins = halt_logits - continue_logits if model.config.variant == "transformer" else halt_logits
+    return SlotLosses(total, correct, counts, margins.detach())

@@ -155,7 +155,7 @@ class PuzzleEmbedding(nn.Module):
 
 
 class HaltHead(nn.Module):
-    """Two logits, halt and continue, of which training uses the first (as published)."""
+    """Two logits, halt and continue, of which only the first is trained (as published)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -63,13 +63,15 @@ class TorchLearner:
         loss = float(sum(piece.total for piece in pieces)) / num_slots
         grad_norm = self._update(loss, tensors, settings)
         self.latents = tensors.new_latents
-        correct, labelled, halt_logits = (torch.cat(column) for column in list(zip(*pieces, strict=True))[1:])
+        correct, labelled, halt_margins = (
+            torch.cat(column) for column in list(zip(*pieces, strict=True))[1:]
+        )
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
             token_accuracy=float(correct.sum() / labelled.sum().clamp(min=1)),
             exact=(correct == labelled).numpy(),
-            halt_logits=halt_logits.float().numpy(),
+            halt_margins=halt_margins.float().numpy(),
         )
 
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
