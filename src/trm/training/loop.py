@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -94,17 +94,22 @@ def stop_signals() -> Iterator[Callable[[], None]]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
+        with suppress(OSError):  # the terminal may be gone
+            if arrived and os.isatty(2):
+                os.write(2, b"\033[?25h\n")  # a live display had hidden the cursor
+            elif not arrived:
+                os.write(2, b"\nStopping; saving the last whole step (Ctrl-C again leaves at once).\n")
         if arrived:
-            os.write(2, b"\033[?25h\n" if os.isatty(2) else b"\n")  # a live display had hidden the cursor
             os._exit(130)
         arrived = True
-        os.write(2, b"\nStopping; saving the last whole step (Ctrl-C again leaves at once).\n")
 
     def check() -> None:
         if arrived:
             raise Interrupted
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks us to outlive the terminal
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield check

@@ -100,7 +100,7 @@ def test_the_plan_may_change_in_the_middle_of_a_run(tmp_path, dataset):
     assert_same_up_to_rounding(tmp_path / "whole", tmp_path / "changed")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_whole_one(tmp_path, dataset, number):
     config = run_config(dataset, plan__micro_batch_size=2)
     run(config, tmp_path / "whole")
@@ -113,6 +113,17 @@ def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_whole_one(tmp_path, datas
     assert (outcome.reason, outcome.step) == ("interrupted", 7)
     assert run(config, tmp_path / "broken").reason == "max_steps"
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, dataset):
+    def hang_up(facts, done):
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(run_config(dataset), tmp_path / "run", hang_up).reason == "max_steps"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_restored_after_a_run(tmp_path, dataset):
