@@ -32,6 +32,7 @@ class ProgressDisplay:
             TextColumn("eta"),
             EtaColumn(),
             console=self._console,
+            transient=True,  # what remains are messages and results
             disable=not self._console.is_terminal,
         )
 

@@ -20,6 +20,7 @@ from macbook_optimization.errors import DataError, LaptopError
 
 if TYPE_CHECKING:
     from trm.inference import Prediction, TrainedModel
+    from trm.tasks.base import IntArray
     from trm.training.loop import Outcome
 
 DIRECTORY = click.Path(path_type=Path)
@@ -134,6 +135,10 @@ def _outcome_text(outcome: Outcome) -> str:
         "interrupted": "Stopped",
     }[outcome.reason]
     lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
+    if outcome.step == 0:
+        lines = [f"{why} before the first step was finished."]
+    if outcome.reason == "max_steps" and outcome.target and outcome.best:
+        lines.append(f"The target of {outcome.target:.0%} was not reached.")
     if outcome.best:
         lines.append(
             f"Best: {outcome.best['exact_accuracy']:.1%} of {outcome.best['examples']} unseen puzzles solved "
@@ -227,7 +232,7 @@ def predict(
     else:
         given = sys.stdin.buffer.read().decode(errors="replace") if puzzle == "-" else None
         texts = [puzzle or ""] if given is None else [line for line in given.splitlines() if line.strip()]
-        questions = [(model.task.encode(text, model.shape), 0) for text in texts]
+        questions = [(_encoded(model, text, number), 0) for number, text in enumerate(texts, start=1)]
         if not questions:
             raise DataError("There was no puzzle on standard input")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -236,6 +241,13 @@ def predict(
         prediction = predict_one(model, question, identifier, depth)
         text = describe(model.task, prediction, steps=steps, color=color, width=width)
         _print(_prediction_facts(model, prediction), as_json, text)
+
+
+def _encoded(model: TrainedModel, text: str, number: int) -> IntArray:
+    try:
+        return model.task.encode(text, model.shape)
+    except DataError as error:
+        raise DataError(f"Puzzle {number}: {error}", hint=error.hint) from error
 
 
 def _prediction_facts(model: TrainedModel, prediction: Prediction) -> dict[str, Any]:
@@ -258,7 +270,7 @@ def runs(root: Path, as_json: bool) -> None:
 
     found = list_runs(root)
     lines = [
-        f"{run.path}  {run.task}  step {run.step}/{run.max_steps}"
+        f"{run.path}  {run.task}  {run.state}  step {run.step}/{run.max_steps}"
         + (f"  {run.seconds:.0f} s" if run.seconds is not None else "")
         + (f"  exact {run.exact_accuracy:.1%}" if run.exact_accuracy is not None else "")
         for run in found

@@ -108,7 +108,7 @@ def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, wi
     verdict = (
         "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
     )
-    summary = f"{verdict} (after {len(answers)} steps; the halting head gives it {prediction.confidence:.0%})"
+    summary = f"{verdict} (after {len(answers)} steps)"
     return f"{_side_by_side(pictures, width)}\n\n{summary}\n{task.legend(steps, color)}"
 
 

@@ -53,8 +53,9 @@ class Run:
         try:
             return config_from_text(recipe.read_text(encoding="utf-8"), str(recipe))
         except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", error)
             raise RunError(
-                f"{self.path} is not a run: {recipe.name} cannot be read ({error})",
+                f"{self.path} is not a run: {recipe.name} cannot be read ({reason})",
                 hint="`trm runs` lists the runs there are.",
             ) from error
 
@@ -147,6 +148,7 @@ def set_aside(path: Path) -> Path | None:
 class RunSummary:
     path: str
     task: str
+    state: str  # "done" or "unfinished"
     step: int
     max_steps: int
     seconds: float | None
@@ -171,12 +173,15 @@ def summarise(run: Run) -> RunSummary:
     config = run.config
     rows = run.rows()
     checkpoints = run.checkpoints()
-    best = checkpoints.best()
+    accuracy = (checkpoints.best() or {}).get("exact_accuracy")
+    step, target = checkpoints.newest_step() or 0, config.evaluation.target_accuracy
+    reached = target is not None and accuracy is not None and accuracy >= target
     return RunSummary(
         path=str(run.path),
         task=config.task,
-        step=checkpoints.newest_step() or 0,
+        state="done" if reached or step >= config.training.max_steps else "unfinished",
+        step=step,
         max_steps=config.training.max_steps,
         seconds=rows[-1].get("seconds") if rows else None,
-        exact_accuracy=best.get("exact_accuracy") if best else None,
+        exact_accuracy=accuracy,
     )

@@ -89,7 +89,7 @@ def test_a_run_tells_its_result_as_json(workspace):
 def test_runs_are_listed(workspace):
     (found,) = json.loads(ok("runs", ".", "--json", cwd=workspace))
     assert (found["path"], found["task"], found["step"], found["max_steps"]) == ("run", "sudoku", 40, 40)
-    assert "run  sudoku  step 40/40" in ok("runs", ".", cwd=workspace)
+    assert "run  sudoku  done  step 40/40" in ok("runs", ".", cwd=workspace)
     assert "There are no runs" in ok("runs", cwd=workspace)
 
 
@@ -107,7 +107,7 @@ PUZZLE = "1.....3..4.....2"
 
 def test_predict_prints_the_grid_with_given_digits_marked(workspace):
     text = ok("predict", "run", PUZZLE, cwd=workspace)
-    assert "[1]" in text
+    assert len(re.findall(r"\[\d\]|!", text)) == 4, "one mark for every given digit, kept or changed"
     assert "given digits are in brackets" in text
     assert "solved" in text
 
@@ -130,6 +130,7 @@ def test_predict_survives_bytes_that_are_no_text(workspace):
         [TRM, "predict", "run", "-"], cwd=workspace, input=b"\xff" * 16, capture_output=True
     )
     assert done.returncode == 1
+    assert b"Puzzle 1: " in done.stderr
     assert b"cannot stand in a 4x4 puzzle" in done.stderr
 
 

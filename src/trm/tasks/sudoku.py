@@ -142,7 +142,9 @@ class SudokuTask:
         size = _size_of(len(question))
         box_rows, box_columns = puzzles.BOX_SHAPES[size]
         cells = [
-            _cell(int(answer[i]) - 1, question[i] > 1, before is not None and before[i] != answer[i], color)
+            _cell(
+                int(question[i]) - 1, int(answer[i]) - 1, before is not None and before[i] != answer[i], color
+            )
             for i in range(size * size)
         ]
         rule = "+".join(["-" * (3 * box_columns + 1)] * (size // box_columns))
@@ -175,12 +177,14 @@ class SudokuTask:
 TASK = SudokuTask()
 
 
-def _cell(digit: int, given: bool, changed: bool, color: bool) -> str:
+def _cell(given: int, digit: int, changed: bool, color: bool) -> str:
     symbol = str(digit) if digit > 0 else "."
-    if color:  # given bold, new since the last step green
-        style = "\033[1m" if given else "\033[32m" if changed else ""
+    if given > 0 and given != digit:  # an answer that does not even keep what was given
+        return f"!{symbol} "
+    if color:
+        style = "\033[1m" if given > 0 else "\033[32m" if changed else ""
         return f" {style}{symbol}\033[0m " if style else f" {symbol} "
-    return f"[{symbol}]" if given else f" {symbol}*" if changed else f" {symbol} "
+    return f"[{symbol}]" if given > 0 else f" {symbol}*" if changed else f" {symbol} "
 
 
 def parse_puzzle(text: str, size: int) -> Grids:
@@ -268,11 +272,14 @@ def _from_file(asked: BuildOptions, progress: Progress) -> dict[str, Pairs]:
     num_train = asked.train or len(ours) - (asked.test if others is None else 0)
     num_test_rows = len(ours) - num_train if others is None else len(others)
     if num_train < 1 or num_train > len(ours) or num_test_rows < asked.test:
+        wanted = f"{asked.train} for training" if asked.train else "at least one for training"
+        sources = sorted({row.source for row in rows if row.source})
         raise DataError(
-            f"{asked.file} has {len(ours)} puzzles for training"
-            + ("" if others is None else f" and {len(others)} for testing")
-            + f"; {asked.train or 'some'} and {asked.test} were asked for",
-            hint=f"Ask for fewer. Sources in it: {', '.join(sorted({row.source or '-' for row in rows}))}",
+            f"{asked.file} has {len(ours)} puzzles"
+            + ("" if others is None else f" for training and {len(others)} for testing")
+            + f"; {wanted} and {asked.test} for testing were asked for",
+            hint="Ask for fewer with --train and --test."
+            + (f" Sources in the file: {', '.join(sources)}" if sources else ""),
         )
     train = _verified(ours[:num_train], asked, progress)
     test = _unlike(train, ours[num_train:] if others is None else others, asked, progress)
@@ -293,13 +300,14 @@ def _unlike(train: Pairs, rows: list[Row], asked: BuildOptions, progress: Progre
     raise DataError(
         f"Only {len(kept)} of the {len(rows)} test puzzles in {asked.file} differ from every training "
         f"puzzle; {asked.test} were asked for",
-        hint="Ask for fewer with --test.",
+        hint="The others are symmetric copies: digits renamed, rows or columns swapped.",
     )
 
 
 def _verified(rows: list[Row], asked: BuildOptions, progress: Progress) -> Pairs:
     """Parsed, and each with exactly one solution: the stated one, where one is stated."""
     problems: list[str] = []
+    rows = sorted(rows, key=lambda row: row.line)
     grids = [_parsed(row, row.question, asked.size, problems) for row in rows]
     _raise_if(problems, asked)
     questions = np.stack([grid for grid in grids if grid is not None])

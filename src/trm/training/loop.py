@@ -52,6 +52,7 @@ class Outcome:
     step: int
     seconds: float
     best: dict[str, Any] | None
+    target: float | None
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
@@ -204,7 +205,8 @@ class Trainer:
         self._save()
         log.write()
         self.directory.event("stopped", reason=reason, step=self.step)
-        return Outcome(self.directory.path, reason, self.step, self.seconds, self.best)
+        target = self.config.evaluation.target_accuracy
+        return Outcome(self.directory.path, reason, self.step, self.seconds, self.best, target)
 
     def _finished(self, limits: Limits) -> str | None:
         target = self.config.evaluation.target_accuracy

@@ -117,6 +117,9 @@ def test_answers_are_shown_with_given_digits_and_changes_marked():
     lines = TASK.show(question, answer, before, color=False).splitlines()
     assert lines[0] == "[1] 2* | 2  2 "
     assert lines[2] == "-------+-------"
+    answer[0] = 3
+    assert TASK.show(question, answer, None, color=False).startswith("!2  2 "), "a given digit was changed"
+    answer[0] = 2
     assert "\033[1m1" in TASK.show(question, answer, before, color=True)
 
 
@@ -251,7 +254,7 @@ def test_puzzles_are_read_from_every_form_of_file(tmp_path, form):
             "line 1: the stated answer is not",
         ),
         ("", "is empty"),
-        (f"{EASY}\n", "has 1 puzzles for training; some and 1 were asked for"),
+        (f"{EASY}\n", "has 1 puzzles; at least one for training and 1 for testing were asked for"),
     ],
 )
 def test_a_file_with_a_wrong_puzzle_is_refused_by_line(tmp_path, content, message):
