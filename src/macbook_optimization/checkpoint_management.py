@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,21 @@ class CheckpointManager:
         return next((open_checkpoint(path) for path in good), None)
 
     def recover(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest good one, and what was found damaged on the way to it and set aside."""
+        """The newest good one, and what was found damaged on the way to it and set aside. Where none is
+        good nothing moves, so that no later start can take the run for a new one."""
         for unfinished in self.directory.glob(".step-*.partial"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        found: list[str] = []
+        damaged: dict[Path, str] = {}
         for path in self._newest_first():
             problem = find_damage(path)
             if problem is None:
-                return open_checkpoint(path), found
-            aside = path.rename(path.with_name(f"damaged-{path.name}"))
-            found.append(f"{path.name}: {problem}; it is now {aside.name}")
-        if found:
+                notes = [f"{bad.name}: {why}; it is now {_set_aside(bad)}" for bad, why in damaged.items()]
+                return open_checkpoint(path), notes
+            damaged[path] = problem
+        if damaged:
+            listed = "\n  ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
             raise CheckpointError(
-                f"Every checkpoint in {self.directory} is damaged:\n  " + "\n  ".join(found),
+                f"Every checkpoint in {self.directory} is damaged:\n  {listed}",
                 hint="Start anew with --fresh, which keeps this run beside the new one.",
             )
         return None, []
@@ -126,6 +129,11 @@ class CheckpointManager:
         for path in self._newest_first()[self.keep :]:
             if best is None or path.name != best["checkpoint"]:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> str:
+    names = (f"damaged-{path.name}" + (f".{n}" if n else "") for n in count())
+    return path.rename(next(new for name in names if not (new := path.with_name(name)).exists())).name
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -270,7 +270,7 @@ def runs(root: Path, as_json: bool) -> None:
 
     found = list_runs(root)
     lines = [
-        f"{run.path}  {run.task}  {run.state}  step {run.step}/{run.max_steps}"
+        f"{run.path}  {run.task or '?'}  {run.state}  step {run.step}/{run.max_steps or '?'}"
         + (f"  {run.seconds:.0f} s" if run.seconds is not None else "")
         + (f"  exact {run.exact_accuracy:.1%}" if run.exact_accuracy is not None else "")
         for run in found

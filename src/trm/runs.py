@@ -147,34 +147,29 @@ def set_aside(path: Path) -> Path | None:
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     path: str
-    task: str
-    state: str  # "done" or "unfinished"
+    task: str | None
+    state: str  # "done", "unfinished", or "unreadable" if its recipe is
     step: int
-    max_steps: int
+    max_steps: int | None
     seconds: float | None
     exact_accuracy: float | None
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    return [
-        summarise(Run(path.parent)) for path in sorted(root.glob("*/recipe.yaml")) if _readable(path.parent)
-    ]
-
-
-def _readable(path: Path) -> bool:
-    try:
-        Run(path).config  # noqa: B018
-    except (RunError, ConfigError):
-        return False
-    return True
+    return [summarise(Run(path.parent)) for path in sorted(root.glob("*/recipe.yaml"))]
 
 
 def summarise(run: Run) -> RunSummary:
-    config = run.config
     rows = run.rows()
+    seconds = rows[-1].get("seconds") if rows else None
     checkpoints = run.checkpoints()
     accuracy = (checkpoints.best() or {}).get("exact_accuracy")
-    step, target = checkpoints.newest_step() or 0, config.evaluation.target_accuracy
+    step = checkpoints.newest_step() or 0
+    try:
+        config = run.config
+    except (RunError, ConfigError):
+        return RunSummary(str(run.path), None, "unreadable", step, None, seconds, accuracy)
+    target = config.evaluation.target_accuracy
     reached = target is not None and accuracy is not None and accuracy >= target
     return RunSummary(
         path=str(run.path),
@@ -182,6 +177,6 @@ def summarise(run: Run) -> RunSummary:
         state="done" if reached or step >= config.training.max_steps else "unfinished",
         step=step,
         max_steps=config.training.max_steps,
-        seconds=rows[-1].get("seconds") if rows else None,
+        seconds=seconds,
         exact_accuracy=accuracy,
     )

@@ -86,9 +86,18 @@ def test_a_saved_step_is_never_overwritten(manager):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(manager):
     for step in (1, 2):
         (save(manager, step).path / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="Every checkpoint") as caught:
-        manager.recover()
+    for _ in range(2):  # not at the second start, either
+        with pytest.raises(CheckpointError, match="Every checkpoint") as caught:
+            manager.recover()
     assert "--fresh" in caught.value.hint
+
+
+def test_a_step_that_is_damaged_twice_is_set_aside_twice(manager):
+    save(manager, 1)
+    for _ in range(2):
+        (save(manager, 2).path / "state.json").write_text("{}")
+        assert manager.recover()[0].step == 1
+    assert len(list(manager.directory.glob("damaged-step-00000002*"))) == 2
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_left_alone(manager):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -173,7 +174,8 @@ def test_a_rate_counts_steps_only(tmp_path, dataset):
     assert sum(row["evaluation_seconds"] for row in evaluations) > 0
     assert rows[-1]["step"] == 20
     spent = rows[-1]["seconds"] - sum(row["evaluation_seconds"] for row in evaluations)
-    assert 20 * 6 / rows[-1]["samples_per_second"] <= spent
+    steps = [later["step"] - earlier["step"] for earlier, later in pairwise([{"step": 0}, *rows])]
+    assert sum(6 * n / row["samples_per_second"] for n, row in zip(steps, rows, strict=True)) <= spent
 
 
 def test_a_run_stops_when_its_time_is_up(tmp_path, dataset):
@@ -322,6 +324,13 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path, dataset):
         str(tmp_path / "run"),
         str(tmp_path / "run.1"),
     ]
+
+
+def test_a_run_with_a_broken_recipe_is_listed_as_such(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=2)
+    (tmp_path / "run" / "recipe.yaml").write_bytes(b"\xff")
+    (found,) = list_runs(tmp_path)
+    assert (found.state, found.step, found.task) == ("unreadable", 2, None)
 
 
 def test_deterministic_mode_trains(tmp_path, dataset):
