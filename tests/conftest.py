@@ -1,7 +1,13 @@
 """Settings of the whole suite."""
 
+import os
+import tempfile
+
 import torch
 from hypothesis import settings
+
+# One place for measurements of this suite, so that it neither uses nor touches the user's.
+os.environ["TRM_CACHE_DIR"] = tempfile.mkdtemp(prefix="trm-tests-")
 
 # A busy machine is slow now and then, which is no failure; and runs are to repeat.
 settings.register_profile("steady", deadline=None, derandomize=True)

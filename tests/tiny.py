@@ -6,6 +6,7 @@ import numpy as np
 
 from trm.backends.base import StepBatch
 from trm.config import ModelConfig, RunConfig, TrainingConfig
+from trm.runs import Plan
 from trm.tasks.base import TaskShape
 
 SHAPE = TaskShape(seq_len=5, vocab_size=6, output_vocab_size=4, num_puzzle_identifiers=3)
@@ -59,6 +60,19 @@ def sudoku_dataset(directory: Path, train: int = 40, test: int = 12, size: int =
     options = {"size": size, "difficulty": "easy", "train": train, "test": test}
     TASK.build(options, directory, lambda what, done, total: None)
     return directory
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """By hand: what the recipe fixes, and otherwise the whole batch at once on one thread."""
+    slots = config.training.effective_batch_size
+    size = min(config.plan.micro_batch_size or slots, slots)
+    return Plan(
+        micro_batch_size=size,
+        accumulation_steps=-(-slots // size),
+        threads=1,
+        precision=config.plan.precision or config.model.forward_dtype,
+        gradient_checkpointing=config.plan.gradient_checkpointing or "none",
+    )
 
 
 def run_config(dataset: Path, **changes: object) -> RunConfig:

@@ -89,12 +89,14 @@ def _build(task: str, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
     "--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Stop this start after so long."
 )
 @click.option("--max-steps", type=click.IntRange(min=1), help="Stop this start at this step.")
+@click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, take the best smaller one.")
 @json_option
 def train(
     recipe: str,
     overrides: tuple[str, ...],
     run: Path | None,
     fresh: bool,
+    fit: bool,
     max_minutes: float | None,
     max_steps: int | None,
     as_json: bool,
@@ -105,13 +107,16 @@ def train(
     """
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.config import load_config
-    from trm.training.loop import Limits
-    from trm.training.loop import train as train_run
 
     config = load_config(recipe, overrides)
+
+    from trm.training.loop import Limits
+    from trm.training.supervisor import prepare, supervise
+
     limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
     with ProgressDisplay() as display:
-        outcome = train_run(config, run or Path("runs") / Path(recipe).stem, limits, display, fresh=fresh)
+        job = prepare(config, run or Path("runs") / Path(recipe).stem, display, fresh=fresh, fit=fit)
+    outcome = supervise(job, limits)
     _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)

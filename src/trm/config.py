@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.training_config_adapter import Checkpointing
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -145,12 +146,23 @@ class DataConfig(Section):
     build: dict[str, Any] | None = None  # the task's own options, used when nothing lies at `path`
 
 
+def _switch_or_layers(value: Any) -> Any:
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+
+
 class PlanSettings(Section):
-    """What a user may fix by hand about how this machine carries the recipe out."""
+    """What a user may fix by hand about how this machine carries the recipe out. None is measured."""
 
     micro_batch_size: Count | None = None
     threads: Count | None = None
-    precision: Literal["float32", "bfloat16"] | None = None
+    precision: Literal["float32", "bfloat16", "auto"] | None = None  # auto: the fastest; None: the recipe's
+    gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_switch_or_layers)] | None = None
+    allocator: Literal["system", "compact"] | None = None
+    memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
+    memory_fraction: Annotated[Positive, Field(le=1)] = 0.8  # of what is available, without a limit
+    dynamic_batch_sizing: bool = True
+    memory_pressure_threshold: Annotated[Positive, Field(le=100)] = 90.0  # percent of all memory in use
+    garbage_collection_frequency: Count | None = None  # steps; None: only when the batch shrinks
 
 
 class RunConfig(Section):
@@ -172,12 +184,8 @@ class RunConfig(Section):
             del learned["training"]["max_steps"]
         return learned
 
-    @property
-    def model_here(self) -> ModelConfig:
-        """The model in the precision that the plan asks for."""
-        return self.model.model_copy(
-            update={"forward_dtype": self.plan.precision or self.model.forward_dtype}
-        )
+    def model_in(self, precision: str) -> ModelConfig:
+        return self.model.model_copy(update={"forward_dtype": precision})
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

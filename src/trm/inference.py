@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import DataError
+from macbook_optimization.hardware_detection import HardwareDetector
 from trm.backends.base import Answerer, load_backend
 from trm.config import RunConfig
-from trm.runs import Plan, Run, check_recipe, choose_plan
+from trm.runs import DEFAULT_PLAN, Plan, Run, check_recipe
 from trm.tasks import load_task
 from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split
 
@@ -44,11 +47,13 @@ def open_model(path: Path) -> TrainedModel:
     checkpoint = run.checkpoints().best_or_newest()
     check_recipe(config, checkpoint)
     shape = TaskShape(**checkpoint.metadata["shape"])
+    plan = run.plan or DEFAULT_PLAN
+    threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads  # of this machine
+    os.environ.update(environment(threads))
     backend = load_backend()
-    plan = choose_plan(config)
-    backend.prepare(threads=plan.threads, deterministic=False)
+    backend.prepare(threads=threads, deterministic=False)
     weights = checkpoint.load("ema" if config.training.ema else "weights")
-    answerer = backend.answerer(config.model_here, config.training, shape, weights)
+    answerer = backend.answerer(config.model_in(plan.precision), config.training, shape, weights)
     return TrainedModel(config, plan, load_task(config.task), shape, checkpoint.step, answerer)
 
 

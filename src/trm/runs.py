@@ -10,37 +10,18 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager
 from macbook_optimization.errors import ConfigError, RunError
+from macbook_optimization.training_config_adapter import TrainingParams
 from trm.config import RunConfig, config_from_text, differences
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How this machine carries the recipe out."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-    threads: int
-    precision: str
-
-
-def choose_plan(config: RunConfig) -> Plan:
-    slots = config.training.effective_batch_size
-    micro_batch_size = min(config.plan.micro_batch_size or 32, slots)
-    return Plan(
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=-(-slots // micro_batch_size),
-        threads=config.plan.threads or psutil.cpu_count(logical=False) or 1,
-        precision=config.model_here.forward_dtype,
-    )
+Plan = TrainingParams
+DEFAULT_PLAN = Plan(micro_batch_size=32, accumulation_steps=1, threads=1)  # of a run that was only imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +39,14 @@ class Run:
                 f"{self.path} is not a run: {recipe.name} cannot be read ({reason})",
                 hint="`trm runs` lists the runs there are.",
             ) from error
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last start, if there is a readable one."""
+        try:
+            return Plan.from_json(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def checkpoints(self, keep: int = 3) -> CheckpointManager:
         return CheckpointManager(self.path, keep)
@@ -122,12 +111,14 @@ def _refuse_if_different(ours: Mapping[str, Any], theirs: Mapping[str, Any], pat
 
 
 def begin(run: Run, config: RunConfig, plan: Plan) -> None:
+    """The plan also goes into the events: they are the history of how this run was carried out."""
     try:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}") from error
     run.write("recipe.yaml", config.to_yaml())
-    run.write("plan.json", json.dumps(asdict(plan), indent=2))
+    run.write("plan.json", json.dumps(plan.to_json(), indent=2))
+    run.event("plan", **plan.to_json())
 
 
 def set_aside(path: Path) -> Path | None:

@@ -268,7 +268,7 @@ SHARED = ROOT / ".." / "shared" / "data" / "sudoku.csv.xz"
 def test_the_papers_recipe_starts_from_the_thousand_puzzles_and_resumes(tmp_path):
     """Everything as in the recipe but the number of slots, so that a step takes seconds, not minutes."""
     recipe = (ROOT / "recipes" / "sudoku-extreme.yaml", f"data.build.from={SHARED}", "data.path=set")
-    small = ("training.effective_batch_size=4", "plan.micro_batch_size=2", "--run", "run")
+    small = ("training.effective_batch_size=4", "plan.micro_batch_size=2", "plan.threads=1", "--run", "run")
     first = ok("train", *recipe, *small, "--max-steps", 1, "--json", cwd=tmp_path)
     second = ok("train", *recipe, *small, "--max-steps", 2, "--json", cwd=tmp_path)
     assert [json.loads(text)["step"] for text in (first, second)] == [1, 2]

@@ -6,7 +6,6 @@ out, and everything between (cuts, gradients, optimizer, averaged weights) is th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from macbook_optimization.memory_management import MemoryModel
+from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import TaskShape
 
@@ -27,16 +28,21 @@ class StepBatch:
     puzzle_identifiers: NDArray[np.int64]  # (N,)
     fresh: NDArray[np.bool_]  # (N,) slots that start a new example, from the initial latents
 
+    def first(self, count: int) -> StepBatch:
+        """Of these slots only."""
+        return StepBatch(
+            self.inputs[:count], self.labels[:count], self.puzzle_identifiers[:count], self.fresh[:count]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What the schedule decided for this step, and the cut that the plan wants."""
+    """What the schedule decided for this step."""
 
     step: int  # counted from 1
     cycles: int
     learning_rate: float
     puzzle_emb_lr: float
-    micro_batch_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,14 @@ class Answers:
     steps: NDArray[np.int64]  # (B,) steps really computed
 
 
+class AllocationFailed(Exception):  # noqa: N818 - a state of the machine, which a smaller cut may answer
+    """The machine gave no more memory. `torn`: in the middle of the update, so the weights are mixed."""
+
+    def __init__(self, torn: bool) -> None:
+        self.torn = torn
+        super().__init__("an allocation failed")
+
+
 class Answerer(Protocol):
     def answer(
         self,
@@ -71,8 +85,9 @@ class Answerer(Protocol):
 class Learner(Protocol):
     """The state of training: weights, their average, optimizer moments, carried latents."""
 
-    def step(self, batch: StepBatch, settings: StepSettings, after_cut: Callable[[int], None]) -> StepResult:
-        """One update. `after_cut` hears how many slots are done, and may raise: nothing has changed then."""
+    def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
+        """One update. `next_cut` hears how many slots are done and says how many come next; it may raise,
+        and nothing has changed then. It is not asked after the last slot."""
         ...
 
     def answerer(self) -> Answerer: ...
@@ -90,8 +105,23 @@ class Backend(Protocol):
         ...
 
     def learner(
-        self, model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        shape: TaskShape,
+        seed: int,
+        gradient_checkpointing: Checkpointing = "none",
     ) -> Learner: ...
+
+    def estimate_memory(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        shape: TaskShape,
+        gradient_checkpointing: Checkpointing = "none",
+    ) -> MemoryModel:
+        """What a step should take on top of an empty process, worked out without taking it."""
+        ...
 
     def answerer(
         self, model: ModelConfig, training: TrainingConfig, shape: TaskShape, weights: Mapping[str, Any]
@@ -99,13 +129,7 @@ class Backend(Protocol):
 
 
 def load_backend() -> Backend:
-    """Imported on demand: torch takes two seconds, and most commands do not need it.
+    """Imported on demand: torch takes two seconds, and most commands do not need it."""
+    from trm.backends import pytorch
 
-    Threads of GNU OpenMP that wait spin 300,000 rounds before they sleep. Beside one other busy program, that
-    made two threads finish 5 to 30 steps where 2,000 rounds finish 68 to 76 (6x6 recipe, 8 s); on quiet cores
-    it costs nothing (160 and 176 steps against 150 and 169). It must be set before torch is loaded.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    from trm.backends.pytorch import step
-
-    return step
+    return pytorch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tokenize
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -211,7 +212,8 @@ def _map_array(path: Path) -> NDArray[Any]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing", hint=_AGAIN) from error
-    except (OSError, ValueError, EOFError) as error:  # a header cut short is a ValueError, too
+    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
+        # NumPy parses the header as Python, and lets what that raises through.
         raise DataError(f"{path} is truncated or not an array: {error}", hint=_AGAIN) from error
     if array.dtype.kind not in "iu" or array.ndim == 0:
         raise DataError(f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers")

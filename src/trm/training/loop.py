@@ -1,4 +1,4 @@
-"""One run: recipe -> plan -> task arrays -> state -> resume -> [cut, step, evaluate, save]*.
+"""One run: recipe and plan -> task arrays -> state -> resume -> [cut, step, watch, adjust, evaluate, save]*.
 
 A step either happened as a whole or not at all, so stopping is allowed between any two micro-batches:
 what is saved then is the state after the last whole step, and resuming repeats the broken one exactly.
@@ -6,12 +6,14 @@ what is saved then is the state after the last whole step, and resuming repeats 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -21,15 +23,29 @@ import numpy as np
 import psutil
 
 from macbook_optimization.checkpoint_management import Checkpoint
+from macbook_optimization.children import Tell, parent_is_gone
 from macbook_optimization.errors import DataError, RunError
-from trm.backends.base import Learner, StepBatch, StepResult, StepSettings, load_backend
+from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.memory_management import (
+    MIB,
+    Adjustment,
+    MemoryManager,
+    MemoryMonitor,
+    PressureSettings,
+    peak_bytes,
+)
+from macbook_optimization.progress_monitoring import ProgressDisplay
+from trm.backends.base import AllocationFailed, Learner, StepBatch, StepResult, StepSettings, load_backend
 from trm.batches import Order, Slots
 from trm.config import RunConfig
-from trm.runs import Plan, Run, begin, check_recipe, choose_plan, open_run, set_aside
+from trm.runs import Plan, Run, begin, check_recipe, open_run
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
 from trm.training.evaluation import evaluate
 from trm.training.schedule import cycles_of_step, learning_rate_factor
+
+EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
+NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
 
 
 class Display(Protocol):
@@ -59,29 +75,53 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """Ctrl-C or SIGTERM arrived; the state is that of the last whole step."""
 
 
-def train(config: RunConfig, path: Path, limits: Limits, display: Display, *, fresh: bool = False) -> Outcome:
+class SilentDisplay:
+    def update(self, what: str, done: int, total: int, facts: str = "") -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+def train_in_child(
+    config: Mapping[str, Any], run: str, plan: Mapping[str, Any], limits: Mapping[str, Any], tell: Tell
+) -> dict[str, Any]:
+    """What the supervisor starts. A step that cannot be had in memory ends the process, not the run."""
+    recipe = RunConfig.model_validate(config)
+    try:
+        with ProgressDisplay() as display:
+            outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display)
+    except AllocationFailed:
+        sys.exit(NO_MEMORY)
+    return {**asdict(outcome), "run": str(outcome.run)}
+
+
+def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Display) -> Outcome:
     task = load_task(config.task)
-    build_if_missing(config, task, display)
+    splits = open_splits(config, task)
+    run, backend = open_run(path, config), load_backend()
+    backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
+    learner = backend.learner(
+        config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
+        plan.gradient_checkpointing,
+    )  # fmt: skip
+    trainer = Trainer(config, plan, task, splits, learner, run, display)
+    trainer.resume()
+    begin(run, config, plan)
+    run.write("hardware.json", json.dumps(describe_machine(), indent=2))
+    with stop_signals() as check, trainer.monitor:
+        return trainer.run(limits, check)
+
+
+def describe_machine() -> dict[str, Any]:
+    detector = HardwareDetector()
+    platform = detector.detect_platform_capabilities(measure_precision=False)
+    return replace(detector.detect(with_torch=False), platform=platform).to_json()
+
+
+def open_splits(config: RunConfig, task: Task) -> tuple[Split, Split]:
     train_split, test_split = (open_split(config.data.path, name) for name in ("train", "test"))
     if train_split.shape != test_split.shape:
         raise DataError(f"The train and test halves of {config.data.path} have different shapes")
     task.check(train_split.shape)
-    if fresh and (aside := set_aside(path)):
-        display.message(f"The earlier run is now {aside}.")
-    run, plan, backend = open_run(path, config), choose_plan(config), load_backend()
-    backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
-    learner = backend.learner(config.model_here, config.training, train_split.shape, config.seed)
-    trainer = Trainer(config, plan, task, (train_split, test_split), learner, run, display)
-    trainer.resume()
-    begin(run, config, plan)
-    with stop_signals() as check:
-        return trainer.run(limits, check)
-
-
-def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
-    if config.data.build is not None and not config.data.path.exists():
-        display.message(f"There is no {config.data.path} yet; building it.")
-        task.build(config.data.build, config.data.path, display.update)
+    return train_split, test_split
 
 
 @contextmanager
@@ -105,7 +145,7 @@ def stop_signals() -> Iterator[Callable[[], None]]:
         arrived = True
 
     def check() -> None:
-        if arrived:
+        if arrived or parent_is_gone():
             raise Interrupted
 
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -133,6 +173,18 @@ class Trainer:
         display: Display,
     ) -> None:
         self.config, self.plan, self.task, self.learner = config, plan, task, learner
+        self.monitor = MemoryMonitor()
+        self.memory = MemoryManager(
+            batch_size=plan.micro_batch_size,
+            largest=plan.micro_batch_size,
+            model=plan.memory,
+            budget_bytes=plan.budget_bytes,
+            settings=PressureSettings(
+                dynamic=config.plan.dynamic_batch_sizing,
+                shrink_above_percent=config.plan.memory_pressure_threshold,
+                grow_below_percent=config.plan.memory_pressure_threshold - 10,
+            ),
+        )
         self.train_split, self.test_split = splits
         self.directory, self.display = run, display
         self.checkpoints = run.checkpoints(config.checkpoints.keep)
@@ -153,6 +205,7 @@ class Trainer:
         self.started = time.monotonic()
         self.saved: Checkpoint | None = None
         self.saved_at = self.started
+        self.collecting = True  # as long as it returns something
         self.evaluated = 0  # the last step whose weights were evaluated
         self.best: dict[str, Any] | None = None
 
@@ -186,7 +239,7 @@ class Trainer:
 
     def run(self, limits: Limits, check: Callable[[], None]) -> Outcome:
         self.started = self.saved_at = time.monotonic()
-        log = MetricsLog(self.directory, self.plan)
+        log = MetricsLog(self.directory)
         try:
             while True:
                 if self._evaluation_is_due():
@@ -198,13 +251,16 @@ class Trainer:
                 check()
                 before = time.monotonic()
                 rate, result = self._one_step(check)
-                log.add(self.step, result, rate, time.monotonic() - before, self.seconds)
+                log.add(
+                    self.step, result, rate, time.monotonic() - before, self.seconds, self.memory.batch_size
+                )
                 self._show(log)
+                self._collect_garbage()
         except Interrupted:
             reason = "interrupted"
         self._save()
         log.write()
-        self.directory.event("stopped", reason=reason, step=self.step)
+        self.directory.event("stopped", reason=reason, step=self.step, peak_bytes=peak_bytes())
         target = self.config.evaluation.target_accuracy
         return Outcome(self.directory.path, reason, self.step, self.seconds, self.best, target)
 
@@ -243,22 +299,66 @@ class Trainer:
             cycles=cycles_of_step(step, config.model, training, config.seed),
             learning_rate=factor * training.learning_rate,
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
-            micro_batch_size=self.plan.micro_batch_size,
         )
-
-        def after_cut(slots_done: int) -> None:
-            if self.plan.accumulation_steps > 1:
-                self.display.update("this step", slots_done, self.order.num_slots, f"step {step}")
-            if slots_done < self.order.num_slots:  # after the last cut the step may as well finish
-                check()
-
-        result = self.learner.step(self.batch(slots), settings, after_cut)
+        batch = self.batch(slots)
+        result = None
+        while result is None:
+            result = self._whole_step(batch, settings, check)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
         )
         self.step = step
         return settings.learning_rate, result
+
+    def _whole_step(
+        self, batch: StepBatch, settings: StepSettings, check: Callable[[], None]
+    ) -> StepResult | None:
+        """None if there was too little memory for it, and smaller cuts are to be tried."""
+
+        def next_cut(slots_done: int) -> int:
+            if slots_done:
+                check()
+                self.display.update("this step", slots_done, self.order.num_slots, f"step {settings.step}")
+            self._watch_memory()
+            return self.memory.batch_size
+
+        try:
+            return self.learner.step(batch, settings, next_cut)
+        except AllocationFailed as failure:
+            if failure.torn:
+                raise
+        self._make_room()
+        return None
+
+    def _watch_memory(self) -> None:
+        """Answers what the monitor has seen since the last cut."""
+        stats, self.monitor.latest = self.monitor.latest, None
+        if stats is not None:
+            self._tell(self.memory.react(stats))
+
+    def _make_room(self) -> None:
+        adjustment = self.memory.after_failed_allocation()
+        if adjustment is None:
+            raise AllocationFailed(torn=False)
+        self._tell(adjustment)
+
+    def _tell(self, adjustment: Adjustment | None) -> None:
+        if adjustment is None:
+            return
+        what = "shrunk" if adjustment.after < adjustment.before else "grown"
+        self.directory.event(f"batch {what}", step=self.step, **asdict(adjustment))
+        self.display.message(
+            f"The micro-batch is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
+        )
+
+    def _collect_garbage(self) -> None:
+        every = self.config.plan.garbage_collection_frequency
+        if every is not None and self.step % every == 0 and self.collecting:
+            returned = self.memory.force_garbage_collection()
+            self.collecting = returned >= MIB
+            if not self.collecting:
+                self.directory.event("garbage collection returns nothing", step=self.step, bytes=returned)
 
     def _show(self, log: MetricsLog) -> None:
         best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
@@ -270,13 +370,18 @@ class Trainer:
             self.display.update("evaluating", done, total)
             check()
 
-        found = evaluate(
-            self.learner.answerer(),
-            self.test_split,
-            self.config.evaluation,
-            4 * self.plan.micro_batch_size,  # without gradients there is memory for at least so many
-            after_chunk,
-        )
+        found = None
+        while found is None:
+            with suppress(AllocationFailed):
+                found = evaluate(
+                    self.learner.answerer(),
+                    self.test_split,
+                    self.config.evaluation,
+                    EVALUATION_CUT * self.memory.batch_size,
+                    after_chunk,
+                )
+            if found is None:
+                self._make_room()
         self.evaluated = self.step
         row = {"step": self.step, "seconds": self.seconds, **asdict(found)}
         self.directory.append("metrics.jsonl", row)
@@ -303,7 +408,7 @@ class Trainer:
                 "slots": self.slots.to_lists(),
                 "seconds": self.seconds,
                 "evaluated": self.evaluated,
-                "plan": asdict(self.plan),
+                "plan": self.plan.to_json(),
                 "versions": {name: version(name) for name in ("torch", "numpy", "safetensors")},
             }
             self.saved = self.checkpoints.save(self.step, self.learner.tensors(), metadata)
@@ -314,8 +419,8 @@ class Trainer:
 class MetricsLog:
     """Averages over the steps since the last row, and writes a row about once a second."""
 
-    def __init__(self, run: Run, plan: Plan, every_seconds: float = 1.0) -> None:
-        self.run, self.plan, self.every_seconds = run, plan, every_seconds
+    def __init__(self, run: Run, every_seconds: float = 1.0) -> None:
+        self.run, self.every_seconds = run, every_seconds
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
         self.loss = self.samples_per_second = 0.0
@@ -324,7 +429,13 @@ class MetricsLog:
         self.step_seconds = 0.0
 
     def add(
-        self, step: int, result: StepResult, learning_rate: float, step_seconds: float, seconds: float
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        step_seconds: float,
+        seconds: float,
+        micro_batch_size: int,
     ) -> None:
         """`step_seconds` is this step's own; evaluations and saves do not count against the rate."""
         self.results.append(result)
@@ -338,7 +449,7 @@ class MetricsLog:
             "grad_norm": result.grad_norm,
             "samples_per_second": self.samples_per_second,
             "learning_rate": learning_rate,
-            "micro_batch_size": self.plan.micro_batch_size,
+            "micro_batch_size": micro_batch_size,
         }
         if self.step_seconds >= self.every_seconds:
             self.write()

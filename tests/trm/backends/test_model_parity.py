@@ -26,12 +26,12 @@ from trm.backends.pytorch.step import TorchLearner
 for dtype in ("float32", "bfloat16"):
     config = model_config(mlp_t=True, pos_encodings="none", hidden_size=16, forward_dtype=dtype)
     learner = TorchLearner(config, training_config(), SHAPE, seed=0)
-    print(learner.step(step_batch(), StepSettings(1, 2, 0.0, 0.0, 6), lambda done: None).loss)
+    print(learner.step(step_batch(), StepSettings(1, 2, 0.0, 0.0), lambda done: 6).loss)
 """
 
 
 def settings(**changes):
-    values = {"step": 1, "cycles": CYCLES, "learning_rate": 0.0, "puzzle_emb_lr": 0.0, "micro_batch_size": 6}
+    values = {"step": 1, "cycles": CYCLES, "learning_rate": 0.0, "puzzle_emb_lr": 0.0}
     return StepSettings(**{**values, **changes})
 
 
@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_reference(variant, loss):
         arrays = (batch.inputs, batch.labels, batch.puzzle_identifiers)
         return recursion.batch_loss(arrays, starts, moved, config, training, CYCLES, frozen=weights)
 
-    result = learner.step(batch, settings(), lambda done: None)
+    result = learner.step(batch, settings(), lambda done: 6)
     assert result.loss == pytest.approx(loss_of(weights), rel=1e-5)
     rng = np.random.default_rng(4)
     for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def test_the_gradient_of_puzzle_rows_moves_each_row_by_its_sign():
     learner = TorchLearner(config, training, SHAPE, seed=3)
     model, batch = lively(learner.model), step_batch()
     before, weights = model.puzzle_emb.weights.clone(), in_numpy(model)
-    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: None)
+    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: 6)
     arrays = (batch.inputs, batch.labels, batch.puzzle_identifiers)
     starts = per_slot(model.start(6))
     for row in set(batch.puzzle_identifiers.tolist()):
@@ -127,7 +127,7 @@ def test_rows_of_puzzles_outside_the_batch_do_not_move():
     batch = step_batch()
     batch.puzzle_identifiers[:] = 1
     before = learner.model.puzzle_emb.weights.clone()
-    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: None)
+    learner.step(batch, settings(puzzle_emb_lr=0.1), lambda done: 6)
     after = learner.model.puzzle_emb.weights
     assert torch.equal(after[[0, 2]], before[[0, 2]])
     assert not torch.equal(after[1], before[1])
@@ -183,7 +183,7 @@ def test_the_head_sees_labelled_positions_only():
     batch = step_batch()
     batch.labels[:, 1:] = -100
     batch.labels[:, 0] = 2
-    learner.step(batch, settings(), lambda done: None)
+    learner.step(batch, settings(), lambda done: 6)
     assert seen == [(6, 8)]
 
 

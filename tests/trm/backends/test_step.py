@@ -15,8 +15,8 @@ def learner(supervision="deep", **model):
 
 
 def take(ours, step=1, cut=6, cycles=2):
-    settings = StepSettings(step, cycles, learning_rate=1e-2, puzzle_emb_lr=1e-2, micro_batch_size=cut)
-    return ours.step(step_batch(seed=step), settings, lambda done: None)
+    settings = StepSettings(step, cycles, learning_rate=1e-2, puzzle_emb_lr=1e-2)
+    return ours.step(step_batch(seed=step), settings, lambda done: cut)
 
 
 def assert_same_state(ours, theirs, **tolerance):
@@ -70,8 +70,9 @@ def test_an_interrupted_step_has_not_happened():
     def stop(done):
         if done >= 4:
             raise KeyboardInterrupt
+        return 2
 
-    settings = StepSettings(2, 2, learning_rate=1e-2, puzzle_emb_lr=1e-2, micro_batch_size=2)
+    settings = StepSettings(2, 2, learning_rate=1e-2, puzzle_emb_lr=1e-2)
     with pytest.raises(KeyboardInterrupt):
         ours.step(step_batch(seed=2), settings, stop)
     assert_same_state(ours, untouched, rtol=0, atol=0)
@@ -161,6 +162,6 @@ def test_training_learns_a_tiny_set():
     )
     losses = []
     for step in range(1, 151):
-        settings = StepSettings(step, 2, learning_rate=1e-2, puzzle_emb_lr=0.0, micro_batch_size=6)
-        losses.append(ours.step(step_batch(), settings, lambda done: None).loss)
+        settings = StepSettings(step, 2, learning_rate=1e-2, puzzle_emb_lr=0.0)
+        losses.append(ours.step(step_batch(), settings, lambda done: 6).loss)
     assert losses[-1] < 0.4 * losses[0]

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import run_config, sudoku_dataset
+from tiny import plan_of, run_config, sudoku_dataset
 
-from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
-from trm.runs import Run, list_runs, set_aside
+from macbook_optimization.errors import DataError, MemoryBudgetError, RunError
+from trm.runs import Run, list_runs
 from trm.training.loop import Limits, train
 
 
@@ -35,7 +35,7 @@ def dataset(tmp_path_factory):
 
 
 def run(config, path, react=None, **limits):
-    return train(config, path, Limits(**limits), Recorder(react))
+    return train(config, path, plan_of(config), Limits(**limits), Recorder(react))
 
 
 def state(path):
@@ -198,7 +198,7 @@ def test_metrics_and_events_say_what_happened(tmp_path, dataset):
     assert {"token_accuracy", "halt_accuracy", "mean_steps", "accuracy_by_depth", "seconds"} <= set(
         evaluations[0]
     )
-    assert [row["event"] for row in directory.rows("events.jsonl")] == ["stopped"]
+    assert [row["event"] for row in directory.rows("events.jsonl")] == ["plan", "stopped"]
     rates = [row["samples_per_second"] for row in directory.rows() if "loss" in row]
     assert all(rate > 0 for rate in rates)
     assert directory.rows()[-1]["step"] == 20
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_goes_on(tmp_path
     run(config, tmp_path / "run", max_step=7)
     (tmp_path / "run" / "checkpoints" / "step-00000007" / "weights.safetensors").write_bytes(b"")
     display = Recorder()
-    train(config, tmp_path / "run", Limits(), display)
+    train(config, tmp_path / "run", plan_of(config), Limits(), display)
     assert any("step-00000007" in message for message in display.messages)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -272,7 +272,7 @@ def test_precision_may_change_when_a_run_goes_on(tmp_path, dataset):
 
     run(run_config(dataset), tmp_path / "run", max_step=1)
     changed = run_config(dataset, plan={"precision": "bfloat16"})
-    ours = learner(changed.model_here, changed.training, open_split(dataset, "train").shape, 0)
+    ours = learner(changed.model_in("bfloat16"), changed.training, open_split(dataset, "train").shape, 0)
     ours.restore(Run(tmp_path / "run").checkpoints().newest_good().load_all())
     assert ours.latents.dtype == torch.bfloat16
 
@@ -291,17 +291,6 @@ def test_a_path_that_cannot_be_a_directory_is_an_error(tmp_path, dataset):
         run(run_config(dataset), tmp_path / "file" / "run")
 
 
-def test_a_missing_dataset_is_built_if_the_recipe_says_how(tmp_path):
-    build = {"size": 4, "difficulty": "easy", "train": 40, "test": 12}
-    config = run_config(tmp_path / "set", data={"path": str(tmp_path / "set"), "build": build})
-    assert run(config, tmp_path / "run", max_step=1).step == 1
-    with pytest.raises(DataError, match="There is no dataset"):
-        run(run_config(tmp_path / "nowhere"), tmp_path / "other")
-    misspelt = run_config(tmp_path, data={"path": str(tmp_path / "third"), "build": {"sise": 4}})
-    with pytest.raises(ConfigError, match="unknown key sise; did you mean size"):
-        run(misspelt, tmp_path / "other")
-
-
 def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 2, "keep": 2}, evaluation__every_steps=4)
     run(config, tmp_path / "run")
@@ -310,20 +299,6 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, dataset):
     best = manager.best()["checkpoint"]
     assert kept == sorted({best, "step-00000018", "step-00000020"})
     assert manager.best_or_newest().path.name == best
-
-
-def test_a_fresh_start_sets_the_old_run_aside(tmp_path, dataset):
-    run(run_config(dataset), tmp_path / "run", max_step=1)
-    letters = tmp_path / "letters"
-    letters.mkdir()
-    with pytest.raises(RunError, match="is not a run, so it stays"):
-        set_aside(letters)
-    other = run_config(dataset, seed=1)
-    train(other, tmp_path / "run", Limits(max_step=1), Recorder(), fresh=True)
-    assert [summary.path for summary in list_runs(tmp_path)] == [
-        str(tmp_path / "run"),
-        str(tmp_path / "run.1"),
-    ]
 
 
 def test_a_run_with_a_broken_recipe_is_listed_as_such(tmp_path, dataset):

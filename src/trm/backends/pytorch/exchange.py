@@ -30,7 +30,7 @@ from macbook_optimization.errors import CheckpointError
 from trm.backends.pytorch.step import learner, load_weights
 from trm.batches import Slots
 from trm.config import ModelConfig, RunConfig
-from trm.runs import Run, begin, choose_plan, open_run
+from trm.runs import DEFAULT_PLAN, Run, begin, open_run
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
 
@@ -76,7 +76,7 @@ def import_reference(file: Path, config: RunConfig, path: Path) -> None:
         "seconds": 0.0,
         "evaluated": 0,
     }
-    begin(run, config, choose_plan(config))
+    begin(run, config, DEFAULT_PLAN)
     run.checkpoints().save(0, made.tensors(), metadata)
     run.event("imported", file=str(file))
 

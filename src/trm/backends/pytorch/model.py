@@ -15,6 +15,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trm.config import ModelConfig
 from trm.tasks.base import TaskShape
@@ -23,8 +24,13 @@ from trm.tasks.base import TaskShape
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
-def truncated_normal(*shape: int, std: float, generator: torch.Generator) -> Tensor:
-    """Normal, cut at two of its standard deviations before truncation, with `std` after it."""
+def truncated_normal(*shape: int, std: float, generator: torch.Generator | None) -> Tensor:
+    """Normal, cut at two of its standard deviations before truncation, with `std` after it.
+
+    Without a generator it has a shape and no content: a model of such tensors takes no memory.
+    """
+    if generator is None:
+        return torch.empty(*shape, device="meta")
     bound = math.erf(math.sqrt(2))
     uniform = torch.rand(*shape, generator=generator) * (2 * bound) - bound
     normal = torch.erfinv(uniform) * math.sqrt(2)
@@ -48,13 +54,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 class Projection(nn.Module):
     """A matrix under the name that the public code gives it."""
 
-    def __init__(self, num_in: int, num_out: int, generator: torch.Generator) -> None:
+    def __init__(self, num_in: int, num_out: int, generator: torch.Generator | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(truncated_normal(num_out, num_in, std=num_in**-0.5, generator=generator))
 
 
 class Embedding(nn.Module):
-    def __init__(self, num_rows: int, config: ModelConfig, generator: torch.Generator) -> None:
+    def __init__(self, num_rows: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         std = config.hidden_size**-0.5
         self.embedding_weight = nn.Parameter(
@@ -63,7 +69,7 @@ class Embedding(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, width: int, config: ModelConfig, generator: torch.Generator) -> None:
+    def __init__(self, width: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         inner = (
             math.ceil(round(config.expansion * width * 2 / 3) / config.width_multiple) * config.width_multiple
@@ -97,7 +103,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, generator: torch.Generator) -> None:
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, generator)
@@ -116,7 +122,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Mix positions, then channels; after each, add and normalise (over what was mixed, as published)."""
 
-    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator) -> None:
+    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         if config.mlp_t:
@@ -134,13 +140,21 @@ class Layer(nn.Module):
 
 
 class Level(nn.Module):
-    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator) -> None:
+    """`recompute_every` n: of n layers, one keeps only its input for the backward pass, and is computed again
+    there. 0 keeps everything. The gradient is the same to the last bit."""
+
+    recompute_every = 0
+
+    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(num_positions, config, generator) for _ in range(config.num_layers))
 
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        for layer in self.layers:
-            x_LBD = layer(x_LBD, angles)
+        for index, layer in enumerate(self.layers):
+            if self.recompute_every and torch.is_grad_enabled() and index % self.recompute_every == 0:
+                x_LBD = checkpoint(layer, x_LBD, angles, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_LBD = layer(x_LBD, angles)
         return x_LBD
 
 
@@ -166,11 +180,12 @@ class HaltHead(nn.Module):
 class TinyRecursiveModel(nn.Module):
     initial_latents: Tensor
 
-    def __init__(self, config: ModelConfig, shape: TaskShape, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, shape: TaskShape, seed: int | None = 0) -> None:
+        """Without a seed it has no weights, only their shapes."""
         super().__init__()
         self.config = config
         self.shape = shape
-        generator = torch.Generator().manual_seed(seed)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
         num_positions = config.prefix_len + shape.seq_len
         self.embed_tokens = Embedding(shape.vocab_size, config, generator)
         if config.pos_encodings == "learned":

@@ -8,7 +8,8 @@ that is interrupted has not happened.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from macbook_optimization.errors import CheckpointError, MemoryBudgetError, NonFiniteLossError
-from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
-from trm.backends.pytorch.losses import slot_losses
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.backends.base import AllocationFailed, Answers, StepBatch, StepResult, StepSettings
+from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.optim import Adam, average_into, sign_descent
 from trm.config import ModelConfig, TrainingConfig
@@ -31,38 +33,67 @@ def prepare(*, threads: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
 
 
+RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
+
+# torch has no exception of its own for this; oneDNN and C++ have words of theirs.
+_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "create a primitive")
+
+
+@contextmanager
+def allocations(*, torn: bool) -> Iterator[None]:
+    failed = False
+    try:
+        yield
+    except MemoryError:
+        failed = True
+    except RuntimeError as error:
+        failed = any(words in str(error) for words in _NO_MEMORY)
+        if not failed:
+            raise
+    if failed:  # raised out here, where no traceback keeps the tensors alive
+        raise AllocationFailed(torn)
+
+
 class TorchLearner:
     """Weights, their average, Adam's moments and the slots' latents."""
 
-    def __init__(self, model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        shape: TaskShape,
+        seed: int,
+        gradient_checkpointing: Checkpointing = "none",
+    ) -> None:
         self.training = training
         self.model = TinyRecursiveModel(model, shape, seed)
+        self.model.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = Adam(self.parameters, training)
         self.averaged = copy.deepcopy(self.model).requires_grad_(False)
         if model.puzzle_emb_ndim:  # rows are not averaged: most are too rarely seen
             self.averaged.puzzle_emb = self.model.puzzle_emb
         self.latents: Tensor | None = None
+        self.spare: Tensor | None = None  # becomes the latents with the update
         if training.supervision == "deep":
             self.latents = self.model.start(training.effective_batch_size).contiguous()
+            self.spare = self.latents.clone()
 
-    def step(self, batch: StepBatch, settings: StepSettings, after_cut: Callable[[int], None]) -> StepResult:
-        tensors = _Cuttable(self.model, batch, self.latents)
+    def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
         num_slots = len(batch.inputs)
-        pieces = []
+        pieces: list[SlotLosses] = []
         self.model.zero_grad(set_to_none=True)
-        for start in range(0, num_slots, settings.micro_batch_size):
-            cut = slice(start, min(start + settings.micro_batch_size, num_slots))
-            inputs, labels, puzzle_rows, latents = tensors.cut(cut)
-            new_latents = self.model(inputs, puzzle_rows, latents, settings.cycles)
-            losses = slot_losses(self.model, new_latents[0], labels, self.training)
-            (losses.total / num_slots).backward()  # type: ignore[no-untyped-call]
-            tensors.keep(cut, new_latents)
-            pieces.append(losses._replace(total=losses.total.detach()))
-            after_cut(cut.stop)
+        with allocations(torn=False):
+            tensors = _Cuttable(self.model, batch, self.latents, self.spare)
+            done = 0
+            while done < num_slots:
+                cut = slice(done, min(done + next_cut(done), num_slots))
+                pieces.append(self._add_gradients(tensors, cut, settings.cycles, num_slots))
+                done = cut.stop
         loss = float(sum(piece.total for piece in pieces)) / num_slots
-        grad_norm = self._update(loss, tensors, settings)
-        self.latents = tensors.new_latents
+        with allocations(torn=True):
+            grad_norm = self._update(loss, tensors, settings)
+        self.latents, self.spare = self.spare, self.latents
         correct, labelled, halt_margins = (
             torch.cat(column) for column in list(zip(*pieces, strict=True))[1:]
         )
@@ -73,6 +104,14 @@ class TorchLearner:
             exact=(correct == labelled).numpy(),
             halt_margins=halt_margins.float().numpy(),
         )
+
+    def _add_gradients(self, tensors: _Cuttable, cut: slice, cycles: int, num_slots: int) -> SlotLosses:
+        inputs, labels, puzzle_rows, latents = tensors.cut(cut)
+        new_latents = self.model(inputs, puzzle_rows, latents, cycles)
+        losses = slot_losses(self.model, new_latents[0], labels, self.training)
+        (losses.total / num_slots).backward()  # type: ignore[no-untyped-call]
+        tensors.keep(cut, new_latents)
+        return losses._replace(total=losses.total.detach())
 
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
@@ -119,12 +158,13 @@ class TorchLearner:
 class _Cuttable:
     """The tensors of one step, to be read and written slice by slice."""
 
-    def __init__(self, model: TinyRecursiveModel, batch: StepBatch, latents: Tensor | None) -> None:
+    def __init__(
+        self, model: TinyRecursiveModel, batch: StepBatch, latents: Tensor | None, new_latents: Tensor | None
+    ) -> None:
         self.inputs = torch.from_numpy(batch.inputs)
         self.labels = torch.from_numpy(batch.labels)
         self.fresh = torch.from_numpy(batch.fresh)
-        self.model, self.latents = model, latents
-        self.new_latents = torch.empty_like(latents) if latents is not None else None
+        self.model, self.latents, self.new_latents = model, latents, new_latents
         self.rows: Tensor | None = None
         if model.config.puzzle_emb_ndim:
             identifiers = torch.from_numpy(batch.puzzle_identifiers)
@@ -157,6 +197,16 @@ class TorchAnswerer:
         settle: int | None = None,
     ) -> Answers:
         """Puzzles whose answer has stood for `settle` steps leave the batch and keep it."""
+        with allocations(torn=False):
+            return self._answer(inputs, puzzle_identifiers, depth, settle)
+
+    def _answer(
+        self,
+        inputs: NDArray[np.int64],
+        puzzle_identifiers: NDArray[np.int64],
+        depth: int,
+        settle: int | None,
+    ) -> Answers:
         questions = torch.from_numpy(inputs)
         rows = None
         if self.model.config.puzzle_emb_ndim:
@@ -206,12 +256,17 @@ def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> No
     model.load_state_dict(weights)
 
 
-def learner(model: ModelConfig, training: TrainingConfig, shape: TaskShape, seed: int) -> TorchLearner:
+def learner(
+    model: ModelConfig,
+    training: TrainingConfig,
+    shape: TaskShape,
+    seed: int,
+    gradient_checkpointing: Checkpointing = "none",
+) -> TorchLearner:
     try:
-        return TorchLearner(model, training, shape, seed)
-    except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for this
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
+        with allocations(torn=False):
+            return TorchLearner(model, training, shape, seed, gradient_checkpointing)
+    except AllocationFailed as error:
         raise MemoryBudgetError(
             "The model and its slots do not fit into memory.",
             hint="Lower model.hidden_size or training.effective_batch_size.",

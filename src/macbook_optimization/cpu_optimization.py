@@ -1,0 +1,204 @@
+"""Settings of the process that make training faster on this CPU, and only those.
+
+A setting is switched on where a measurement showed a gain; `SETTINGS` says which measurement, and what was
+tried and left alone. Variables must stand in the environment before torch is loaded, so they are given to
+the child that trains. Precision is never read from a feature flag: bfloat16 products have killed processes
+(SIGILL) on CPUs that advertise them, and are many times slower on others. A child multiplies, and we look.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from macbook_optimization.children import ChildDied, Tell, run_in_child
+from macbook_optimization.hardware_detection import CPUSpecs, HardwareDetector, is_available
+
+PRECISIONS = ("float32", "bfloat16")
+BFLOAT16_GAIN = 1.2  # a coarser number must be at least this much faster
+_PROBE_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    value: str | None  # None: left alone
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CPUConfig:
+    torch_threads: int
+    interop_threads: int | None  # None: left alone
+    dataloader_workers: int
+    mkl_enabled: bool
+    onednn_enabled: bool
+    vectorization_enabled: bool  # torch chose AVX2, AVX-512 or NEON kernels
+    settings: tuple[Setting, ...]
+
+
+def settings_before_torch(threads: int, platform: str = sys.platform, compact: bool = False) -> list[Setting]:
+    """What must be in the environment when torch is loaded."""
+    chosen = [
+        Setting("OMP_NUM_THREADS", str(threads), "one pool, as large as the measured thread count"),
+        Setting("MKL_NUM_THREADS", str(threads), "the matrix products of the same pool"),
+        Setting("OPENBLAS_NUM_THREADS", "1", "NumPy multiplies nothing here; 40 MB less address space"),
+    ]
+    if platform == "darwin":
+        why = "Accelerate does not follow torch's thread count (documented; not yet run on a Mac)"
+        chosen.append(Setting("VECLIB_MAXIMUM_THREADS", str(threads), why))
+    if platform == "linux":
+        # Threads of GNU OpenMP that wait spin 300,000 rounds before they sleep.
+        why = "beside one busy program 68 to 76 steps instead of 5 to 30 in 8 s; on quiet cores no cost"
+        chosen.append(Setting("GOMP_SPINCOUNT", "2000", why))
+    if compact and platform == "linux":
+        why = "freed memory goes back at once: lower peak, more page faults"
+        chosen.append(Setting("MALLOC_MMAP_THRESHOLD_", "65536", why))
+    return chosen
+
+
+# Tried with bench/cpu_settings.py on two x86 cores, and without a gain that stands out of the noise.
+LEFT_ALONE = (
+    Setting("interop_threads", None, "the step is one chain of operations: nothing runs beside it"),
+    Setting("flush_denormal", None, "no gain on the real step"),
+    Setting("OMP_WAIT_POLICY", None, "PASSIVE made a quiet machine a third slower"),
+    Setting("oneDNN", None, "on by default, and products of this size run in MKL or Accelerate"),
+)
+
+
+def environment(threads: int, *, compact: bool = False) -> dict[str, str]:
+    """For the child that loads torch. What the user has set stands."""
+    chosen = settings_before_torch(threads, compact=compact)
+    return {s.name: s.value for s in chosen if s.value is not None and s.name not in os.environ}
+
+
+class CPUOptimizer:
+    """Configures this process; `trm train` does the same to its trainer before it starts."""
+
+    def __init__(self, cpu: CPUSpecs | None = None) -> None:
+        self.cpu = cpu or HardwareDetector().detect_cpu_specs()
+
+    def configure_torch_threads(self) -> int:
+        """Performance cores only, within the quota: every product waits for its slowest thread."""
+        import torch
+
+        torch.set_num_threads(self.cpu.compute_threads)
+        return torch.get_num_threads()
+
+    def setup_mkl_optimization(self) -> bool:
+        """Whether MKL does the products; its threads are set for children that have not loaded it yet."""
+        import torch
+
+        os.environ.update(environment(self.cpu.compute_threads))
+        return is_available(torch.backends.mkl)
+
+    def optimize_tensor_operations(self) -> tuple[Setting, ...]:
+        return TensorOperationOptimizer(self.cpu).optimize_for_training()
+
+    def configure_dataloader_workers(self) -> int:
+        return HardwareDetector().get_optimal_worker_count()
+
+    def configure_all(self) -> CPUConfig:
+        import torch
+
+        mkl = self.setup_mkl_optimization()
+        return CPUConfig(
+            torch_threads=self.configure_torch_threads(),
+            interop_threads=None,
+            dataloader_workers=self.configure_dataloader_workers(),
+            mkl_enabled=mkl,
+            onednn_enabled=is_available(torch.backends.mkldnn),
+            vectorization_enabled=torch.backends.cpu.get_cpu_capability() != "DEFAULT",
+            settings=self.optimize_tensor_operations(),
+        )
+
+
+class TensorOperationOptimizer:
+    def __init__(self, cpu: CPUSpecs | None = None) -> None:
+        self.cpu = cpu or HardwareDetector().detect_cpu_specs()
+
+    def optimize_for_training(self) -> tuple[Setting, ...]:
+        """Applies what helps, and tells what was set and what was left alone, each with its reason."""
+        threads = CPUOptimizer(self.cpu).configure_torch_threads()
+        counted = Setting("torch_threads", str(threads), "one for every core that computes at full speed")
+        return (counted, *settings_before_torch(threads), *LEFT_ALONE)
+
+
+def fastest_precision() -> str:
+    """bfloat16 where products in it are measured to be faster, float32 everywhere else."""
+    rates = measure_products([HardwareDetector().detect_cpu_specs().compute_threads])
+    return choose_precision({name: max(by_threads.values()) for name, by_threads in rates.items()})
+
+
+def choose_precision(rates: Mapping[str, float]) -> str:
+    """`rates` is work per second by precision; one that died or was not tried is missing."""
+    faster = rates.get("bfloat16", 0.0) >= BFLOAT16_GAIN * rates.get("float32", 0.0) > 0
+    return "bfloat16" if faster else "float32"
+
+
+def measure_products(threads: list[int]) -> dict[str, dict[int, float]]:
+    """Floating-point operations per second of a matrix product, by precision and threads.
+
+    Each precision has a child of its own: one that dies is left out, and costs nothing.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for precision in PRECISIONS:
+        arguments = {"precision": precision, "threads": threads}
+        try:
+            rates = run_in_child(
+                f"{__name__}:time_products", arguments,
+                environment=environment(max(threads)), timeout_seconds=_PROBE_SECONDS,
+            )  # fmt: skip
+        except ChildDied:
+            continue
+        found[precision] = {int(count): rate for count, rate in rates.items()}
+    return found
+
+
+def time_products(precision: str, threads: list[int], tell: Tell) -> dict[int, float]:
+    """The body of the child: medians of products the size of one micro-batch of the paper's model."""
+    import torch
+
+    rows, inner, columns = 1024, 512, 1024
+    left = torch.randn(rows, inner).to(getattr(torch, precision))
+    right = torch.randn(inner, columns).to(getattr(torch, precision))
+    rates = {}
+    for count in threads:
+        torch.set_num_threads(count)
+        left @ right
+        seconds = statistics.median(_repeat(lambda: left @ right, at_most_seconds=0.3))
+        rates[count] = 2 * rows * inner * columns / seconds
+    return rates
+
+
+def time_copies(tell: Tell) -> float:
+    """Bytes per second moved by copying 128 MiB, read and write counted; in a child of its own."""
+    import torch
+
+    source = torch.ones(32 * 2**20)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds = statistics.median(_repeat(lambda: target.copy_(source), at_most_seconds=0.5))
+    return 2 * source.numel() * source.element_size() / seconds
+
+
+def measure_bandwidth(threads: int) -> float:
+    return float(
+        run_in_child(
+            f"{__name__}:time_copies", {}, environment=environment(threads), timeout_seconds=_PROBE_SECONDS
+        )
+    )
+
+
+def _repeat(work: Any, at_most_seconds: float, least: int = 3) -> list[float]:
+    times: list[float] = []
+    while len(times) < least or sum(times) < at_most_seconds:
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return times

@@ -1,0 +1,73 @@
+"""How much memory a step should take, worked out without taking it.
+
+For when a measurement cannot be made, because not even one example fits. The model is built without weights,
+passed through once without arithmetic, and what autograd would keep for the backward pass is counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from macbook_optimization.memory_management import MemoryModel
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.step import RECOMPUTE_EVERY
+from trm.config import ModelConfig, TrainingConfig
+from trm.tasks.base import TaskShape
+
+_BYTES = 4  # weights, moments and losses are float32
+_WORK = 1.3  # gradients and intermediate results of the backward pass, on top of what is kept; measured
+
+
+def estimate_memory(
+    model: ModelConfig,
+    training: TrainingConfig,
+    shape: TaskShape,
+    gradient_checkpointing: Checkpointing = "none",
+) -> MemoryModel:
+    network = TinyRecursiveModel(model, shape, seed=None)
+    network.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    copies = 4 + training.ema  # weights, gradients, two moments, average
+    rows = shape.num_puzzle_identifiers * model.puzzle_emb_ndim
+    fixed = (copies * weights + rows) * _BYTES
+    if training.supervision == "deep":  # before and after the step
+        fixed += 2 * training.effective_batch_size * _size(network.start(1))
+    kept = _kept_for_backward(network)
+    if gradient_checkpointing != "none":  # while one layer is computed again, it keeps what it needs
+        network.L_level.recompute_every = 0
+        kept += _kept_for_backward(network) / _layers_kept(model)
+    logits = shape.seq_len * shape.output_vocab_size * _BYTES * 6
+    return MemoryModel(int(fixed), int(_WORK * kept + logits))
+
+
+def _layers_kept(model: ModelConfig) -> int:
+    """Layers that one recursion with gradient passes through."""
+    levels = 1 if model.variant == "transformer" else model.L_cycles + 1
+    return levels * model.num_layers
+
+
+def _kept_for_backward(network: TinyRecursiveModel) -> float:
+    """Bytes for one example, each stored tensor counted once and weights not at all."""
+    weights = {id(parameter.untyped_storage()) for parameter in network.parameters()}
+    num_positions = network.config.prefix_len + network.shape.seq_len
+    stores: dict[int, tuple[object, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # On the CPU, attention keeps no L x L matrix; without a device, torch works it out the long way.
+        square = not network.config.mlp_t and tensor.shape[-2:] == (num_positions, num_positions)
+        if id(storage) not in weights and not square:
+            stores[storage._cdata] = (storage, storage.nbytes())
+        return tensor
+
+    inputs = torch.zeros(1, network.shape.seq_len, dtype=torch.long, device="meta")
+    rows = torch.empty(1, network.config.puzzle_emb_ndim, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(inputs, rows if network.config.puzzle_emb_ndim else None, network.start(1), cycles=1)
+    return float(sum(size for _, size in stores.values()))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,185 @@
+"""A few real steps in a child process: what they take of memory and time.
+
+The child does what the trainer will do (the same imports, data, steps, an evaluation), with a few slots at a
+time and growing cuts. Every size is told as soon as it is measured, so a child that dies has not measured in
+vain. On Linux it is given no more address space than there is memory, so that a step that does not fit
+fails at once instead of driving the machine into swap.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from macbook_optimization import progress_monitoring  # noqa: F401 - the trainer loads it, so it counts
+from macbook_optimization.children import Tell
+from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.memory_management import MemoryModel, line_through, peak_address_space, peak_bytes
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.backends.base import AllocationFailed, Learner, StepSettings, load_backend
+from trm.config import RunConfig
+from trm.runs import DEFAULT_PLAN, Run
+from trm.tasks import load_task
+from trm.tasks.base import TaskShape, open_split
+from trm.training.loop import EVALUATION_CUT, SilentDisplay, Trainer
+
+STEPS_FOR_MEMORY = 3  # one step under-reads the steady peak by a tenth
+STEPS_FOR_TIME = 3
+SECONDS_FOR_SIZES = 2.0  # larger sizes are measured anyway, because a line is best not drawn on far
+SECONDS_FOR_SPEED = 8.0  # as long as larger sizes are faster
+LARGER_IS_FASTER = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What steps with this many examples at a time took."""
+
+    micro_batch_size: int
+    peak_bytes: int
+    peak_address_space: int | None
+    samples_per_second: float
+
+
+def probe(
+    config: Mapping[str, Any],
+    precision: str,
+    gradient_checkpointing: Checkpointing,
+    threads: Sequence[int],
+    budget_bytes: int,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Tells a `Size` for every size tried, and returns samples per second by threads."""
+    recipe = RunConfig.model_validate(config)
+    stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
+    _limit_address_space(budget_bytes)
+    stepper.begin()
+    sizes: list[Size] = []
+    started = time.monotonic()
+    try:
+        for size in _sizes(recipe.training.effective_batch_size):
+            if not _worth_trying(sizes, size, budget_bytes, time.monotonic() - started):
+                break
+            sizes.append(stepper.measure(size))
+            tell(asdict(sizes[-1]))
+    except AllocationFailed:
+        if not sizes:
+            raise MemoryBudgetError("Not even one example fits.") from None
+    return {"threads": stepper.measure_threads(sizes, threads)}
+
+
+def _sizes(num_slots: int) -> list[int]:
+    """2, 4, 8, ... and the whole batch; 1 is a shape of its own to the matrix products, and misleads."""
+    doubling = [2**power for power in range(1, num_slots.bit_length()) if 2**power < num_slots]
+    return [*doubling, num_slots]
+
+
+def _worth_trying(sizes: Sequence[Size], size: int, budget_bytes: int, seconds: float) -> bool:
+    if len(sizes) < 2:
+        return True
+    grows = sizes[-1].samples_per_second > LARGER_IS_FASTER * sizes[-2].samples_per_second
+    fits = memory_line(sizes).peak_bytes(size) < budget_bytes
+    return fits and seconds < (SECONDS_FOR_SPEED if grows else SECONDS_FOR_SIZES)
+
+
+def memory_line(sizes: Sequence[Size]) -> MemoryModel:
+    return line_through([(size.micro_batch_size, size.peak_bytes) for size in sizes])
+
+
+def address_line(sizes: Sequence[Size]) -> MemoryModel | None:
+    measured = [(s.micro_batch_size, s.peak_address_space) for s in sizes]
+    known = [(n, peak) for n, peak in measured if peak is not None]
+    return line_through(known) if known else None
+
+
+def _limit_address_space(more_bytes: int) -> None:
+    now = peak_address_space()
+    if sys.platform != "linux" or now is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = now + more_bytes
+    if soft == resource.RLIM_INFINITY or wanted < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+
+
+class _Stepper:
+    """A trainer of the recipe, of whose steps only the first few slots are computed."""
+
+    def __init__(self, config: RunConfig, precision: str, checkpointing: Checkpointing, threads: int) -> None:
+        self.config, self.precision, self.checkpointing = config, precision, checkpointing
+        self.backend = load_backend()
+        self.backend.prepare(threads=threads, deterministic=config.training.deterministic)
+        self.splits = tuple(open_split(config.data.path, name) for name in ("train", "test"))
+        self.step = 0
+
+    def begin(self) -> None:
+        config, (train, test) = self.config, self.splits
+        self.learner: Learner = self.backend.learner(
+            config.model_in(self.precision), config.training, train.shape, config.seed, self.checkpointing
+        )
+        nowhere = Run(config.data.path)
+        task = load_task(config.task)
+        trainer = Trainer(config, DEFAULT_PLAN, task, (train, test), self.learner, nowhere, SilentDisplay())
+        self.batch = trainer.batch(trainer.slots.refilled())
+
+    def _some_slots(self, size: int, cuts: int) -> float:
+        """Seconds for a step of so many cuts."""
+        self.step += 1
+        training = self.config.training
+        deepest = max(training.depths.values())
+        cycles = (
+            (1 + deepest) // 2 if training.supervision == "terminal" else self.config.model.cycles_per_step
+        )
+        settings = StepSettings(self.step, cycles, learning_rate=1e-6, puzzle_emb_lr=1e-6)
+        batch = self.batch.first(size * cuts)
+        started = time.perf_counter()
+        self.learner.step(batch, settings, lambda done: size)
+        return (time.perf_counter() - started) / len(batch.inputs)
+
+    def measure(self, size: int) -> Size:
+        self._some_slots(size, cuts=2)
+        seconds = [self._some_slots(size, cuts=1) for _ in range(STEPS_FOR_MEMORY - 1)]
+        self._evaluate(EVALUATION_CUT * size)
+        return Size(size, peak_bytes(), peak_address_space(), 1 / min(seconds))
+
+    def _evaluate(self, count: int) -> None:
+        test = self.splits[1]
+        examples = np.arange(count) % len(test)
+        inputs, _ = test.rows(examples)
+        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=2)
+
+    def measure_threads(self, sizes: Sequence[Size], threads: Sequence[int]) -> dict[int, float]:
+        """Interleaved, because machines are noisy."""
+        size = max(sizes, key=lambda s: s.samples_per_second).micro_batch_size
+        seconds: dict[int, list[float]] = {count: [] for count in threads}
+        for _ in range(STEPS_FOR_TIME if len(threads) > 1 else 0):
+            for count in threads:
+                self.backend.prepare(threads=count, deterministic=self.config.training.deterministic)
+                seconds[count].append(self._some_slots(size, cuts=1))
+        return {count: 1 / statistics.median(times) for count, times in seconds.items() if times}
+
+
+def estimate(
+    recipes: Sequence[Mapping[str, Any]],
+    shape: Mapping[str, int],
+    gradient_checkpointing: Checkpointing,
+    tell: Tell,
+) -> list[dict[str, Any]]:
+    """For each recipe what its process should need, without taking it; the process itself is measured."""
+    backend = load_backend()
+    backend.prepare(threads=1, deterministic=False)
+    resident, address_space = peak_bytes(), peak_address_space()
+    found = []
+    for tree in recipes:
+        config = RunConfig.model_validate(tree)
+        line = backend.estimate_memory(
+            config.model, config.training, TaskShape(**shape), gradient_checkpointing
+        )
+        found.append({"line": asdict(line), "process": resident, "address_space": address_space})
+    return found

@@ -1,0 +1,201 @@
+"""`trm train` is a small parent without torch, and a trainer that it starts as a child.
+
+Out of memory is no exception on a real machine: the process is killed. So the parent reads how its child
+ended, makes the plan smaller and starts it again from the newest good checkpoint. A recipe learns the same
+with any plan, so nothing else changes. It gives up after three deaths at the smallest plan.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.cpu_optimization import environment
+from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
+from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.memory_management import MIB
+from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
+from trm.config import RunConfig
+from trm.runs import Plan, Run, open_run, set_aside
+from trm.tasks import load_task
+from trm.tasks.base import Task
+from trm.training.loop import Display, Limits, Outcome, open_splits
+from trm.training.planning import Planner
+
+DEATHS_AT_THE_SMALLEST_PLAN = 3
+_ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    config: RunConfig
+    run: Run
+    plan: Plan
+    planner: Planner
+
+
+def prepare(
+    config: RunConfig, path: Path, display: Display, *, fresh: bool = False, fit: bool = False
+) -> Job:
+    """Everything before the first step that needs no torch of our own: data, checks, hardware, plan."""
+    task = load_task(config.task)
+    build_if_missing(config, task, display)
+    train_split, _ = open_splits(config, task)
+    if fresh and (aside := set_aside(path)):
+        display.message(f"The earlier run is now {aside}.")
+    hardware = HardwareDetector().detect(with_torch=False)
+    config = _with_model(config, path, hardware.memory.total_memory, display)
+    planner = Planner(config, train_split.shape, hardware, display)
+    if fit:
+        planner = _fitted(planner, path)
+    run = open_run(path, planner.config)
+    plan = planner.choose()
+    for warning in plan.warnings:
+        display.message(f"warning: {warning}")
+    display.message("Plan: " + "\n      ".join(plan.explain()))
+    if (forecast := _forecast(planner.config, plan)) is not None:
+        display.message(forecast)
+    return Job(planner.config, run, plan, planner)
+
+
+def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
+    if config.data.build is not None and not config.data.path.exists():
+        display.message(f"There is no {config.data.path} yet; building it.")
+        task.build(config.data.build, config.data.path, display.update)
+
+
+def _with_model(config: RunConfig, path: Path, total_memory: int, display: Display) -> RunConfig:
+    """A recipe without a model gets the size for this machine, or the one that its run already has."""
+    if "model" in config.model_fields_set:
+        return config
+    if (path / "recipe.yaml").exists():
+        return config.model_copy(update={"model": Run(path).config.model})
+    sizes = TrainingConfigAdapter().adapt_model_config({})
+    chosen = ", ".join(f"{name} {value:g}" for name, value in sizes.items())
+    display.message(
+        f"The recipe names no model; for this machine ({profile_for(total_memory).name} profile): {chosen}."
+    )
+    return config.model_copy(update={"model": config.model.model_copy(update=sizes)})
+
+
+def _fitted(planner: Planner, path: Path) -> Planner:
+    """The recipe itself if it fits, otherwise the best smaller one that really does."""
+    if (path / "recipe.yaml").exists():
+        before = Run(path).config
+        update = {"model": before.model, "training": before.training}
+        planner = replace(planner, config=planner.config.model_copy(update=update))
+    try:
+        planner.choose()
+        return planner
+    except MemoryBudgetError as error:
+        too_large = error
+    for changes, smaller in planner.smaller_recipes():
+        candidate = replace(planner, config=smaller)
+        try:
+            candidate.choose()
+        except MemoryBudgetError:
+            continue
+        planner.say.message("The recipe does not fit; --fit changes it:\n  " + "\n  ".join(changes))
+        return candidate
+    raise too_large
+
+
+def _forecast(config: RunConfig, plan: Plan) -> str | None:
+    if plan.samples_per_second is None:
+        return None
+    seconds = config.training.effective_batch_size / plan.samples_per_second
+    whole = seconds * config.training.max_steps
+    return (
+        f"A step takes about {_duration(seconds)}; all {config.training.max_steps} steps at most "
+        f"{_duration(whole)}, evaluations aside."
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds * 1000:.0f} ms"
+
+
+def supervise(job: Job, limits: Limits) -> Outcome:
+    """Trains to the end, whatever kills the trainer on the way."""
+    plan, deaths_at_smallest = job.plan, 0
+    started = time.monotonic()
+    while True:
+        try:
+            facts = run_in_child(
+                "trm.training.loop:train_in_child",
+                {
+                    "config": job.config.model_dump(mode="json"),
+                    "run": str(job.run.path),
+                    "plan": plan.to_json(),
+                    "limits": asdict(_remaining(limits, time.monotonic() - started)),
+                },
+                environment=environment(plan.threads, compact=plan.allocator == "compact"),
+                in_front=True,
+            )
+            return Outcome(**{**facts, "run": Path(facts["run"])})
+        except ChildDied as death:
+            smaller = plan_after(death, plan, job.config.training.effective_batch_size)
+            if smaller == plan:
+                deaths_at_smallest += 1
+            _note(job, death, smaller)
+            if deaths_at_smallest >= DEATHS_AT_THE_SMALLEST_PLAN:
+                raise _given_up(job, death, plan) from None
+            plan = smaller
+
+
+def _remaining(limits: Limits, seconds: float) -> Limits:
+    if limits.max_seconds is None:
+        return limits
+    return replace(limits, max_seconds=max(0.0, limits.max_seconds - seconds))
+
+
+def plan_after(death: ChildDied, plan: Plan, num_slots: int) -> Plan:
+    """The next smaller plan, or the same one if there is none; raises where no plan would help."""
+    if death.code == 130 or death.signal in _ASKED_TO_STOP:  # a second Ctrl-C, or one before the first step
+        raise KeyboardInterrupt
+    if death.traceback_shown:
+        raise RunError(
+            "The trainer ended with an unexpected error, shown above; its checkpoints are intact.",
+            hint="This is a bug. The same command goes on from the newest checkpoint.",
+        )
+    if death.signal == signal.SIGILL:
+        if plan.precision == "float32":
+            raise RunError(
+                "This CPU lacks an instruction that the installed PyTorch uses.",
+                hint="Install a PyTorch made for this CPU; see `trm doctor`.",
+            )
+        return replace(plan, precision="float32", reasons={**plan.reasons, "precision": str(death)})
+    if plan.micro_batch_size > 1:
+        return plan.cut_to(plan.micro_batch_size // 2, num_slots, f"the trainer {death}")
+    if plan.gradient_checkpointing != "all":
+        reasons = {**plan.reasons, "gradient_checkpointing": f"the trainer {death}"}
+        return replace(plan, gradient_checkpointing="all", memory=None, reasons=reasons)
+    return plan
+
+
+def _note(job: Job, death: ChildDied, plan: Plan) -> None:
+    job.planner.say.message(
+        f"The trainer {death}. Going on from the newest checkpoint with {plan.accumulation_steps} x "
+        f"{plan.micro_batch_size} examples."
+    )
+    if job.run.path.is_dir():
+        job.run.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
+
+
+def _given_up(job: Job, death: ChildDied, plan: Plan) -> LaptopError:
+    try:
+        needed, _ = job.planner.estimate([job.config])[0]
+    except ChildDied:
+        return MemoryBudgetError("There is too little memory to load PyTorch.")
+    allowed = (plan.budget_bytes or job.planner.budget.resident_bytes) // MIB
+    return MemoryBudgetError(
+        f"The trainer {death}, {DEATHS_AT_THE_SMALLEST_PLAN} times with the smallest plan there is. It needs "
+        f"about {needed} MiB; {allowed} MiB were counted on.",
+        hint="Close other programs, take a smaller recipe with --fit, or see events.jsonl in the run.",
+    )
