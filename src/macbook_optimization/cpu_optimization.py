@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from macbook_optimization.children import ChildDied, Tell, run_in_child
@@ -129,10 +129,18 @@ class TensorOperationOptimizer:
         return (counted, *settings_before_torch(threads), *LEFT_ALONE)
 
 
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """`products` are operations per second by precision and threads; a precision that died is missing."""
+
+    products: dict[str, dict[int, float]]
+    bandwidth: float | None  # bytes per second of a large copy, read and write counted
+
+
 def fastest_precision() -> str:
     """bfloat16 where products in it are measured to be faster, float32 everywhere else."""
-    rates = measure_products([HardwareDetector().detect_cpu_specs().compute_threads])
-    return choose_precision({name: max(by_threads.values()) for name, by_threads in rates.items()})
+    speeds, _ = measure_speeds([HardwareDetector().detect_cpu_specs().compute_threads])
+    return choose_precision({name: max(rates.values()) for name, rates in speeds.products.items()})
 
 
 def choose_precision(rates: Mapping[str, float]) -> str:
@@ -141,27 +149,37 @@ def choose_precision(rates: Mapping[str, float]) -> str:
     return "bfloat16" if faster else "float32"
 
 
-def measure_products(threads: list[int]) -> dict[str, dict[int, float]]:
-    """Floating-point operations per second of a matrix product, by precision and threads.
+def measure_speeds(threads: list[int]) -> tuple[Speeds, dict[str, Any] | None]:
+    """Also what torch says of the platform, since a child has loaded it anyway.
 
     Each precision has a child of its own: one that dies is left out, and costs nothing.
     """
-    found: dict[str, dict[int, float]] = {}
+    products: dict[str, dict[int, float]] = {}
+    platform = bandwidth = None
     for precision in PRECISIONS:
-        arguments = {"precision": precision, "threads": threads}
         try:
-            rates = run_in_child(
-                f"{__name__}:time_products", arguments,
+            found = run_in_child(
+                f"{__name__}:survey", {"precision": precision, "threads": threads},
                 environment=environment(max(threads)), timeout_seconds=_PROBE_SECONDS,
             )  # fmt: skip
         except ChildDied:
             continue
-        found[precision] = {int(count): rate for count, rate in rates.items()}
-    return found
+        products[precision] = {int(count): rate for count, rate in found["products"].items()}
+        platform, bandwidth = found["platform"] or platform, found["bandwidth"] or bandwidth
+    return Speeds(products, bandwidth), platform
 
 
-def time_products(precision: str, threads: list[int], tell: Tell) -> dict[int, float]:
-    """The body of the child: medians of products the size of one micro-batch of the paper's model."""
+def survey(precision: str, threads: list[int], tell: Tell) -> dict[str, Any]:
+    """The body of the child. Copies and the platform are the same in every precision."""
+    products = time_products(precision, threads)
+    if precision != "float32":
+        return {"products": products, "bandwidth": None, "platform": None}
+    platform = HardwareDetector().detect_platform_capabilities(measure_precision=False)
+    return {"products": products, "bandwidth": time_copies(), "platform": asdict(platform)}
+
+
+def time_products(precision: str, threads: list[int]) -> dict[int, float]:
+    """Medians of products the size of one micro-batch of the paper's model."""
     import torch
 
     rows, inner, columns = 1024, 512, 1024
@@ -176,23 +194,15 @@ def time_products(precision: str, threads: list[int], tell: Tell) -> dict[int, f
     return rates
 
 
-def time_copies(tell: Tell) -> float:
-    """Bytes per second moved by copying 128 MiB, read and write counted; in a child of its own."""
+def time_copies() -> float:
+    """Bytes per second moved by copying 128 MiB, read and write counted."""
     import torch
 
     source = torch.ones(32 * 2**20)
     target = torch.empty_like(source)
     target.copy_(source)
-    seconds = statistics.median(_repeat(lambda: target.copy_(source), at_most_seconds=0.5))
+    seconds = statistics.median(_repeat(lambda: target.copy_(source), at_most_seconds=0.3))
     return 2 * source.numel() * source.element_size() / seconds
-
-
-def measure_bandwidth(threads: int) -> float:
-    return float(
-        run_in_child(
-            f"{__name__}:time_copies", {}, environment=environment(threads), timeout_seconds=_PROBE_SECONDS
-        )
-    )
 
 
 def _repeat(work: Any, at_most_seconds: float, least: int = 3) -> list[float]:

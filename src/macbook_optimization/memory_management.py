@@ -250,6 +250,7 @@ class MemoryManager:
     settings: PressureSettings = PressureSettings()
     clock: Callable[[], float] = time.monotonic
     read: Callable[[], MemoryStats] = read_memory
+    collect: Callable[[], int] = return_freed_memory
     _available_at_start: int | None = field(default=None, init=False)
     _average_percent: float | None = field(default=None, init=False)
     _calm_since: float | None = field(default=None, init=False)
@@ -278,7 +279,8 @@ class MemoryManager:
         return self.read()
 
     def force_garbage_collection(self) -> int:
-        return return_freed_memory()
+        """Bytes that went back to the system, as measured."""
+        return self.collect()
 
     trigger_garbage_collection = force_garbage_collection
 

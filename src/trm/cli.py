@@ -33,6 +33,18 @@ def cli() -> None:
     """Train a Tiny Recursive Model on the laptop you own."""
 
 
+@cli.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """This machine, what it can do, the plan that it would get, and what to mend."""
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.training.doctor import examine, page
+
+    with ProgressDisplay() as display:
+        found = examine(display)
+    _print(found.to_json(), as_json, page(found))
+
+
 @cli.group()
 def data() -> None:
     """Build datasets."""

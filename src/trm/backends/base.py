@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from macbook_optimization.errors import LaptopError
 from macbook_optimization.memory_management import MemoryModel
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import ModelConfig, TrainingConfig
@@ -130,6 +131,11 @@ class Backend(Protocol):
 
 def load_backend() -> Backend:
     """Imported on demand: torch takes two seconds, and most commands do not need it."""
-    from trm.backends import pytorch
-
+    try:
+        from trm.backends import pytorch
+    except ModuleNotFoundError as error:
+        raise LaptopError(
+            f"The Python package {error.name} is missing.",
+            hint="Install it from the project's directory: python -m pip install -c constraints/dev.txt -e .",
+        ) from error
     return pytorch

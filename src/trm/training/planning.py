@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -50,8 +50,9 @@ class Say(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    sizes: tuple[Size, ...]
-    by_threads: dict[int, float]  # samples per second; empty if there was only one choice
+    sizes: tuple[Size, ...]  # that the line is drawn through
+    by_size: dict[int, float]  # samples per second
+    by_threads: dict[int, float]  # the same; empty if there was only one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class Planner:
         line = memory_line(measured.sizes)
         wanted, why = settings.micro_batch_size, "set by hand"
         if wanted is None:
-            wanted = _fast_enough(measured.sizes, self.config.training.effective_batch_size)
+            wanted = _fast_enough(measured.by_size, self.config.training.effective_batch_size)
             why = "larger ones are not faster, as measured"
         most = self._most(measured)
         if most < wanted:
@@ -215,7 +216,7 @@ class Planner:
         for precision in ("float32", "bfloat16"):
             measured = self.measure(precision, checkpointing, allocator)
             if measured is not None:
-                rates[precision] = max(size.samples_per_second for size in measured.sizes)
+                rates[precision] = max(measured.by_size.values())
         if asked == "bfloat16" and self.config.plan.precision == asked and asked in rates:
             return asked, "set by hand"
         chosen = choose_precision(rates)
@@ -239,19 +240,17 @@ class Planner:
             return known
         self.say.message("Measuring what a step takes on this machine (kept for the next start).")
         rows: list[dict[str, Any]] = []
-        by_threads: dict[str, float] = {}
+        found: dict[str, Any] = {}
         try:
-            by_threads = run_in_child(
+            found = run_in_child(
                 "trm.training.probe:probe", arguments, tell=rows.append,
                 environment=environment(max(self._thread_choices()), compact=allocator == "compact"),
                 timeout_seconds=PROBE_SECONDS,
-            )["threads"]  # fmt: skip
+            )  # fmt: skip
         except (ChildDied, MemoryBudgetError):
             if not rows:
                 return None
-        measured = Measured(
-            tuple(Size(**row) for row in rows), {int(t): rate for t, rate in by_threads.items()}
-        )
+        measured = _measured(rows, found)
         if self.budget.address_space_bytes is None:  # a limit hides the sizes beyond it
             _write(file, measured)
         return measured
@@ -354,18 +353,18 @@ class Planner:
                     yield changes + named, config.model_copy(update={"training": training, "model": model})
 
 
-def _fast_enough(sizes: Sequence[Size], num_slots: int) -> int:
+def _fast_enough(rates: Mapping[int, float], num_slots: int) -> int:
     """The smallest size that is about as fast as any; beyond what was measured, as far as it may matter."""
-    best = max(size.samples_per_second for size in sizes)
-    chosen = min(s.micro_batch_size for s in sizes if s.samples_per_second >= NEARLY_AS_FAST * best)
-    if chosen == sizes[-1].micro_batch_size:
+    best = max(rates.values())
+    chosen = min(size for size, rate in rates.items() if rate >= NEARLY_AS_FAST * best)
+    if chosen == max(rates):
         chosen = max(chosen, LARGE_ENOUGH)
     return min(chosen, num_slots)
 
 
 def _rate(measured: Measured, micro_batch_size: int, threads: int) -> float:
-    nearest = min(measured.sizes, key=lambda size: abs(size.micro_batch_size - micro_batch_size))
-    return measured.by_threads.get(threads, nearest.samples_per_second)
+    nearest = min(measured.by_size, key=lambda size: abs(size - micro_batch_size))
+    return measured.by_threads.get(threads, measured.by_size[nearest])
 
 
 def cache_directory() -> Path:
@@ -379,10 +378,20 @@ def cache_directory() -> Path:
 def _read(file: Path) -> Measured | None:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-        sizes = tuple(Size(**size) for size in facts["sizes"])
-        return Measured(sizes, {int(t): rate for t, rate in facts["by_threads"].items()}) if sizes else None
+        return _measured(facts["sizes"], {"rates": facts["by_size"], "threads": facts["by_threads"]})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Measured:
+    """From JSON, whose keys are strings. A probe that died before its end has told its sizes only."""
+    sizes = tuple(Size(**row) for row in rows)
+    rates = found.get("rates") or {size.micro_batch_size: size.samples_per_second for size in sizes}
+    return Measured(
+        sizes,
+        {int(size): rate for size, rate in rates.items()},
+        {int(count): rate for count, rate in found.get("threads", {}).items()},
+    )
 
 
 def _write(file: Path, measured: Measured) -> None:

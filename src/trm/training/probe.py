@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +22,13 @@ import numpy as np
 from macbook_optimization import progress_monitoring  # noqa: F401 - the trainer loads it, so it counts
 from macbook_optimization.children import Tell
 from macbook_optimization.errors import MemoryBudgetError
-from macbook_optimization.memory_management import MemoryModel, line_through, peak_address_space, peak_bytes
+from macbook_optimization.memory_management import (
+    MIB,
+    MemoryModel,
+    line_through,
+    peak_address_space,
+    peak_bytes,
+)
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import AllocationFailed, Learner, StepSettings, load_backend
 from trm.config import RunConfig
@@ -30,11 +37,11 @@ from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
 from trm.training.loop import EVALUATION_CUT, SilentDisplay, Trainer
 
-STEPS_FOR_MEMORY = 3  # one step under-reads the steady peak by a tenth
+FIRST_SIZE = 4  # below it, a step's fixed memory hides what an example takes
+SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
+SPREAD = 32  # and so does this
 STEPS_FOR_TIME = 3
-SECONDS_FOR_SIZES = 2.0  # larger sizes are measured anyway, because a line is best not drawn on far
-SECONDS_FOR_SPEED = 8.0  # as long as larger sizes are faster
-LARGER_IS_FASTER = 1.03
+TRAINERS_OWN_BYTES = 10 * MIB  # display, log and checkpoints, by bench/memory_prediction.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +62,44 @@ def probe(
     budget_bytes: int,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Tells a `Size` for every size tried, and returns samples per second by threads."""
+    """Tells the two sizes that a line is drawn through, and returns samples per second by size and threads.
+
+    Memory is measured at two sizes only, before anything else: a process that has seen many sizes has a heap
+    full of holes, and its peak says little about one that keeps to a single size.
+    """
     recipe = RunConfig.model_validate(config)
     stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
     _limit_address_space(budget_bytes)
     stepper.begin()
-    sizes: list[Size] = []
-    started = time.monotonic()
+    empty = peak_bytes()
     try:
-        for size in _sizes(recipe.training.effective_batch_size):
-            if not _worth_trying(sizes, size, budget_bytes, time.monotonic() - started):
-                break
-            sizes.append(stepper.measure(size))
-            tell(asdict(sizes[-1]))
+        first = stepper.measure_first()
     except AllocationFailed:
-        if not sizes:
-            raise MemoryBudgetError("Not even one example fits.") from None
-    return {"threads": stepper.measure_threads(sizes, threads)}
+        raise MemoryBudgetError("Not even one example fits.") from None
+    tell(asdict(first))
+    sizes = [first]
+    with suppress(AllocationFailed):
+        second = second_size(first, recipe.training.effective_batch_size, empty, budget_bytes)
+        if second > first.micro_batch_size:
+            sizes.append(stepper.measure(second))
+            tell(asdict(sizes[-1]))
+    rates = {size.micro_batch_size: size.samples_per_second for size in sizes}
+    with suppress(AllocationFailed):
+        rates |= stepper.measure_between(sizes)
+    return {"rates": rates, "threads": stepper.measure_threads(max(rates, key=lambda n: rates[n]), threads)}
 
 
-def _sizes(num_slots: int) -> list[int]:
-    """2, 4, 8, ... and the whole batch; 1 is a shape of its own to the matrix products, and misleads."""
-    doubling = [2**power for power in range(1, num_slots.bit_length()) if 2**power < num_slots]
-    return [*doubling, num_slots]
-
-
-def _worth_trying(sizes: Sequence[Size], size: int, budget_bytes: int, seconds: float) -> bool:
-    if len(sizes) < 2:
-        return True
-    grows = sizes[-1].samples_per_second > LARGER_IS_FASTER * sizes[-2].samples_per_second
-    fits = memory_line(sizes).peak_bytes(size) < budget_bytes
-    return fits and seconds < (SECONDS_FOR_SPEED if grows else SECONDS_FOR_SIZES)
+def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int) -> int:
+    """As large as time and memory allow, but twice the first one even if it takes longer."""
+    size = first.micro_batch_size
+    per_example = max(1, first.peak_bytes - empty_bytes) / size
+    fits = int((budget_bytes - empty_bytes) / per_example)
+    by_time = int(first.samples_per_second * SECONDS_FOR_SECOND_SIZE / _Stepper.PASSES)
+    return min(num_slots, fits, max(2 * size, min(by_time, SPREAD * size)))
 
 
 def memory_line(sizes: Sequence[Size]) -> MemoryModel:
-    return line_through([(size.micro_batch_size, size.peak_bytes) for size in sizes])
+    return line_through([(size.micro_batch_size, size.peak_bytes + TRAINERS_OWN_BYTES) for size in sizes])
 
 
 def address_line(sizes: Sequence[Size]) -> MemoryModel | None:
@@ -110,6 +120,8 @@ def _limit_address_space(more_bytes: int) -> None:
 
 class _Stepper:
     """A trainer of the recipe, of whose steps only the first few slots are computed."""
+
+    PASSES = 3  # how often `measure` computes its examples
 
     def __init__(self, config: RunConfig, precision: str, checkpointing: Checkpointing, threads: int) -> None:
         self.config, self.precision, self.checkpointing = config, precision, checkpointing
@@ -142,11 +154,21 @@ class _Stepper:
         self.learner.step(batch, settings, lambda done: size)
         return (time.perf_counter() - started) / len(batch.inputs)
 
+    def measure_first(self) -> Size:
+        size = min(FIRST_SIZE, self.config.training.effective_batch_size)
+        try:
+            return self.measure(size)
+        except AllocationFailed:
+            if size == 1:
+                raise
+        return self.measure(1)
+
     def measure(self, size: int) -> Size:
+        """Two cuts in a step, then one: a single step under-reads the steady peak by a tenth."""
         self._some_slots(size, cuts=2)
-        seconds = [self._some_slots(size, cuts=1) for _ in range(STEPS_FOR_MEMORY - 1)]
+        seconds = self._some_slots(size, cuts=1)
         self._evaluate(EVALUATION_CUT * size)
-        return Size(size, peak_bytes(), peak_address_space(), 1 / min(seconds))
+        return Size(size, peak_bytes(), peak_address_space(), 1 / seconds)
 
     def _evaluate(self, count: int) -> None:
         test = self.splits[1]
@@ -154,9 +176,17 @@ class _Stepper:
         inputs, _ = test.rows(examples)
         self.learner.answerer().answer(inputs, test.identifiers(examples), depth=2)
 
-    def measure_threads(self, sizes: Sequence[Size], threads: Sequence[int]) -> dict[int, float]:
+    def measure_between(self, sizes: Sequence[Size]) -> dict[int, float]:
+        """Samples per second of the sizes between the two, by doubling."""
+        size, rates = 2 * sizes[0].micro_batch_size, {}
+        while size < sizes[-1].micro_batch_size:
+            self._some_slots(size, cuts=1)
+            rates[size] = 1 / self._some_slots(size, cuts=1)
+            size *= 2
+        return rates
+
+    def measure_threads(self, size: int, threads: Sequence[int]) -> dict[int, float]:
         """Interleaved, because machines are noisy."""
-        size = max(sizes, key=lambda s: s.samples_per_second).micro_batch_size
         seconds: dict[int, list[float]] = {count: [] for count in threads}
         for _ in range(STEPS_FOR_TIME if len(threads) > 1 else 0):
             for count in threads:

@@ -1,0 +1,114 @@
+"""Children: answers, errors and deaths come back; nothing of them outlives the parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.errors import DataError
+
+# The functions that the tests run in children.
+
+
+def double(number, tell):
+    tell({"half": number / 2})
+    return 2 * number
+
+
+def refuse(tell):
+    raise DataError("no such puzzle", hint="look again")
+
+
+def crash(tell):
+    raise ZeroDivisionError
+
+
+def die(number, tell):
+    tell("last words")
+    os.kill(os.getpid(), number)
+
+
+def leave(code, tell):
+    sys.stderr.write("libgomp: Thread creation failed\n")
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def hang(tell):
+    tell(os.getpid())
+    time.sleep(60)
+
+
+def environment(name, tell):
+    return os.environ.get(name)
+
+
+def in_child(function, arguments=None, **settings):
+    variables = {**settings.pop("environment", {}), "PYTHONPATH": os.path.dirname(__file__)}
+    return run_in_child(f"test_children:{function}", arguments or {}, environment=variables, **settings)
+
+
+def test_a_child_answers_and_tells_on_its_way():
+    rows = []
+    assert in_child("double", {"number": 3}, tell=rows.append) == 6
+    assert rows == [{"half": 1.5}]
+
+
+def test_an_error_that_a_user_can_fix_crosses_over():
+    with pytest.raises(DataError, match="no such puzzle") as caught:
+        in_child("refuse")
+    assert caught.value.hint == "look again"
+
+
+def test_a_bug_in_a_child_is_told_from_a_death():
+    with pytest.raises(ChildDied) as caught:
+        in_child("crash")
+    assert caught.value.traceback_shown
+    assert "ZeroDivisionError" in caught.value.last_words
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, signal.SIGBUS])
+def test_a_death_says_how_and_keeps_what_was_told(number):
+    rows = []
+    with pytest.raises(ChildDied, match=number.name) as caught:
+        in_child("die", {"number": number}, tell=rows.append)
+    assert (caught.value.signal, caught.value.traceback_shown) == (number, False)
+    assert rows == ["last words"]
+
+
+def test_an_exit_of_a_library_is_a_death_with_its_words():
+    with pytest.raises(ChildDied, match="Thread creation failed") as caught:
+        in_child("leave", {"code": 1})
+    assert (caught.value.code, caught.value.traceback_shown) == (1, False)
+
+
+def test_a_child_that_hangs_is_ended():
+    started = time.monotonic()
+    with pytest.raises(ChildDied):
+        in_child("hang", timeout_seconds=1.0)
+    assert time.monotonic() - started < 20
+
+
+def test_variables_reach_the_child_before_anything_is_imported():
+    assert in_child("environment", {"name": "OMP_NUM_THREADS"}, environment={"OMP_NUM_THREADS": "3"}) == "3"
+
+
+def test_an_interrupted_parent_takes_a_silent_child_with_it():
+    code = (
+        "from macbook_optimization.children import run_in_child\n"
+        "run_in_child('test_children:hang', {}, tell=lambda pid: print(pid, flush=True))"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables, text=True
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=20)
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running()

@@ -1,0 +1,72 @@
+"""What is set, what is left alone, and precision by measurement."""
+
+import os
+import signal
+
+import pytest
+
+from macbook_optimization import cpu_optimization
+from macbook_optimization.children import ChildDied
+from macbook_optimization.cpu_optimization import (
+    LEFT_ALONE,
+    choose_precision,
+    environment,
+    fastest_precision,
+    measure_speeds,
+    settings_before_torch,
+    survey,
+)
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({"float32": 100.0, "bfloat16": 119.0}, "float32"),
+        ({"float32": 100.0, "bfloat16": 121.0}, "bfloat16"),
+        ({"float32": 100.0}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_bfloat16_must_be_clearly_faster(rates, chosen):
+    assert choose_precision(rates) == chosen
+
+
+def test_a_precision_that_kills_its_child_is_left_out(monkeypatch):
+    """As on a CPU that advertises an instruction and does not have it."""
+    real = cpu_optimization.run_in_child
+
+    def one_dies(target, arguments, **settings):
+        if arguments["precision"] == "bfloat16":
+            raise ChildDied(-signal.SIGILL, False, "")
+        return real(target, arguments, **settings)
+
+    monkeypatch.setattr(cpu_optimization, "run_in_child", one_dies)
+    speeds, platform = measure_speeds([1])
+    assert set(speeds.products) == {"float32"}
+    assert speeds.products["float32"][1] > 1e8
+    assert speeds.bandwidth > 1e8
+    assert platform["torch_version"]
+    assert fastest_precision() == "float32"
+
+
+def test_variables_of_the_user_stand(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    chosen = environment(3)
+    assert "OMP_NUM_THREADS" not in chosen
+    assert chosen["MKL_NUM_THREADS"] == "3"
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_every_setting_gives_its_reason_and_belongs_to_its_system(platform):
+    names = {setting.name for setting in settings_before_torch(2, platform, compact=True)}
+    assert ("VECLIB_MAXIMUM_THREADS" in names) == (platform == "darwin")
+    assert ("GOMP_SPINCOUNT" in names) == ("MALLOC_MMAP_THRESHOLD_" in names) == (platform == "linux")
+    for setting in (*settings_before_torch(2, platform), *LEFT_ALONE):
+        assert setting.why
+
+
+def test_a_survey_tells_speed_by_threads():
+    found = survey("float32", [1], tell=lambda row: None)
+    assert set(found["products"]) == {1}

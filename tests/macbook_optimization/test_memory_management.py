@@ -1,0 +1,244 @@
+"""Lines, budgets, and the controller that answers pressure."""
+
+import math
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.hardware_detection import GIB, MemorySpecs
+from macbook_optimization.memory_management import (
+    MARGIN,
+    MIB,
+    AdaptiveSequenceLength,
+    MemoryManager,
+    MemoryModel,
+    MemoryMonitor,
+    MemoryStats,
+    PressureSettings,
+    line_through,
+    memory_budget,
+    own_bytes,
+    peak_bytes,
+    read_memory,
+    read_stall,
+    return_freed_memory,
+)
+from macbook_optimization.training_config_adapter import plan_batches
+
+memories = st.builds(MemoryModel, st.integers(0, 2**34), st.integers(1, 2**30))
+
+
+@given(examples=st.integers(1, 4096), memory=memories, spare=st.integers(1, 2**34), wish=st.integers(1, 5000))
+def test_a_plan_covers_the_step_and_fits_the_budget_with_a_margin(examples, memory, spare, wish):
+    budget = memory.needed_bytes() + spare
+    plan = plan_batches(examples, memory, budget, wish)
+    assert plan.micro_batch_size * plan.accumulation_steps >= examples
+    assert plan.micro_batch_size * (plan.accumulation_steps - 1) < examples, (
+        "the last cut has something to do"
+    )
+    assert memory.peak_bytes(plan.micro_batch_size) <= budget * (1 - MARGIN) + 1
+    assert plan.micro_batch_size <= wish
+
+
+@given(memory=memories, share=st.floats(0.01, 0.99))
+def test_what_does_not_fit_is_said_with_what_would(memory, share):
+    budget = int(memory.needed_bytes() * share) - 2
+    with pytest.raises(MemoryBudgetError, match=rf"needs {math.ceil(memory.needed_bytes() / MIB)} MiB"):
+        plan_batches(8, memory, budget)
+    plan_batches(8, memory, memory.needed_bytes() + 2)
+
+
+@given(memory=memories, sizes=st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True))
+def test_a_line_through_points_of_a_line_is_that_line(memory, sizes):
+    found = line_through([(n, memory.peak_bytes(n)) for n in sizes])
+    for n in (1, 1000):
+        assert found.peak_bytes(n) == pytest.approx(memory.peak_bytes(n), rel=1e-6, abs=2000)
+
+
+@given(st.lists(st.tuples(st.integers(1, 512), st.integers(1, 2**36)), min_size=1, max_size=8))
+def test_no_measured_peak_lies_above_the_line(points):
+    line = line_through(points)
+    assert all(line.peak_bytes(n) >= peak - 1 for n, peak in points)
+    assert line.bytes_per_example >= 0
+
+
+MACHINE = MemorySpecs(16 * GIB, 10 * GIB, None, None, None, None, None)
+
+
+def test_a_budget_is_a_share_of_what_is_available_or_what_the_user_says():
+    assert memory_budget(MACHINE).resident_bytes == 8 * GIB
+    assert memory_budget(MACHINE, limit_mb=2000).resident_bytes == 2000 * MIB
+    assert "10,240 MiB available" in memory_budget(MACHINE).reason
+
+
+def test_the_documented_calculation_is_safe_and_follows_a_measured_line():
+    manager = MemoryManager()
+    assert manager.calculate_optimal_batch_size(100, 6000, 0.8) == 10  # (4800 - 300 - 500) / 400
+    line = MemoryModel(1000 * MIB, 100 * MIB)
+    assert manager.calculate_optimal_batch_size(100, 6000, 0.8, memory_model=line) == 38
+    assert manager.calculate_optimal_batch_size(5000, 1000) == 1
+
+
+class Machine:
+    """A clock and a memory that a test turns by hand."""
+
+    def __init__(self, **settings):
+        self.now, self.available, self.process = 0.0, 10 * GIB, 2 * GIB
+        self.stall, self.pressure = 0.0, None
+        self.manager = MemoryManager(
+            batch_size=settings.pop("batch_size", 16),
+            largest=16,
+            model=settings.pop("model", MemoryModel(1 * GIB, 64 * MIB)),
+            settings=PressureSettings(**settings),
+            clock=lambda: self.now,
+            collect=lambda: 0,
+        )
+
+    def look(self, seconds=1.0):
+        self.now += seconds
+        stats = MemoryStats(16 * GIB, self.available, self.process, None, self.stall, self.pressure)
+        return self.manager.react(stats)
+
+    def sizes(self, seconds):
+        return [(self.look(), self.manager.batch_size)[1] for _ in range(seconds)]
+
+
+def test_a_calm_machine_changes_nothing():
+    assert set(Machine().sizes(100)) == {16}
+
+
+def test_a_hog_shrinks_the_batch_to_what_fits_and_its_end_grows_it_back():
+    machine = Machine()
+    machine.look()
+    machine.available = 0  # 2 GiB are left for us: 1 GiB fixed, and 0.9 of the whole
+    found = machine.look()
+    assert (found.before, found.after) == (16, 12)
+    assert "2,048 MiB are left" in found.reason
+    machine.available = 10 * GIB
+    assert machine.sizes(40)[-1] == 16
+
+
+def test_a_program_that_takes_most_of_the_memory_is_given_way_to():
+    machine = Machine(model=None)
+    machine.look()
+    machine.available = int(0.3 * machine.available)
+    assert "other programs took" in machine.look().reason
+    assert set(machine.sizes(60)) == {8}, "once, and no growing while it is there"
+    machine.available = 10 * GIB
+    sizes = machine.sizes(40)
+    assert sizes[10] == 8, "not at once"
+    assert sizes[-1] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stall", 40.0), ("pressure", "warning"), ("pressure", "critical")]
+)
+def test_pressure_halves_the_batch_step_by_step(name, value):
+    machine = Machine()
+    machine.look()
+    setattr(machine, name, value)
+    assert machine.look().after == 8
+    assert machine.look() is None, "memory takes a while to come back"
+    assert machine.sizes(20)[-1] == 1
+    setattr(machine, name, 0.0 if name == "stall" else "normal")
+    assert machine.sizes(120)[-1] == 16
+
+
+def test_readings_between_the_thresholds_neither_shrink_nor_grow():
+    machine = Machine(batch_size=8, taken_share=0.99)
+    machine.available = int(0.15 * 16 * GIB)
+    assert set(machine.sizes(100)) == {8}
+
+
+def test_a_fixed_batch_stays_fixed():
+    machine = Machine(dynamic=False)
+    machine.look()
+    machine.available = 0
+    assert set(machine.sizes(10)) == {16}
+
+
+@given(st.lists(st.tuples(st.integers(0, 10 * GIB), st.integers(0, 4 * GIB), st.floats(0, 100)), max_size=60))
+def test_whatever_happens_the_batch_stays_between_one_and_the_plan(readings):
+    machine = Machine()
+    for machine.available, machine.process, machine.stall in readings:
+        machine.look()
+        assert 1 <= machine.manager.batch_size <= 16
+
+
+def test_usage_is_a_share_or_a_percentage():
+    for usage in (0.97, 97.0):
+        assert MemoryManager(batch_size=8, largest=8).adjust_batch_size_dynamically(usage) == 4
+
+
+def test_one_spike_is_smoothed_away():
+    manager = MemoryManager(batch_size=8, largest=8)
+    manager.adjust_batch_size_dynamically(50.0)
+    assert manager.adjust_batch_size_dynamically(99.0) == 8
+
+
+def test_a_failed_allocation_halves_at_once_and_ends_at_one():
+    manager = MemoryManager(batch_size=5, largest=5)
+    assert [manager.after_failed_allocation().after for _ in range(2)] == [2, 1]
+    assert manager.after_failed_allocation() is None
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """Blocks small enough for the heap, freed in an order that leaves it full of holes at its end."""
+    blocks = [bytearray(50_000) for _ in range(2000)]
+    before = own_bytes()
+    del blocks
+    return_freed_memory()
+    assert own_bytes() < before - 50 * MIB
+    assert peak_bytes() >= before - MIB, "the system counts it a little late"
+
+
+def test_the_real_memory_is_read():
+    stats = read_memory()
+    assert 0 < stats.available_memory <= stats.total_memory
+    assert 0 < stats.percent_used < 100
+    assert stats.process_bytes > 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "stall"),
+    [
+        ("some avg10=1.53 avg60=0.87 avg300=0.20 total=123\nfull avg10=0.00 avg60=0.00\n", 1.53),
+        ("some avg10=much", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_linux_pressure_is_read_or_unknown(tmp_path, text, stall):
+    if text is not None:
+        (tmp_path / "memory").write_text(text)
+    assert read_stall(tmp_path / "memory") == stall
+
+
+def test_a_monitor_tells_callbacks_only_above_its_threshold_and_stops():
+    full = MemoryStats(100, 5, 1, None, None, None)
+    heard = []
+    threads = threading.active_count()
+    for threshold in (0.9, 0.96):
+        monitor = MemoryMonitor(threshold, interval_seconds=0.01, read=lambda: full)
+        monitor.callbacks.append(lambda share, threshold=threshold: heard.append((threshold, share)))
+        with monitor:
+            deadline = time.monotonic() + 5
+            while monitor.latest is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+    assert set(heard) == {(0.9, 0.95)}
+    assert threading.active_count() == threads
+
+
+def test_a_sequence_gets_shorter_under_pressure_and_long_again():
+    length = AdaptiveSequenceLength(base_seq_len=512, min_seq_len=128)
+    assert length.adjust_for_memory_pressure(90) == 384
+    assert [length.adjust_for_memory_pressure(99) for _ in range(9)][-1] == 128
+    assert length.adjust_for_memory_pressure(70) == 128
+    assert [length.adjust_for_memory_pressure(10) for _ in range(30)][-1] == 512
+    with pytest.raises(ValueError, match="min_seq_len 600"):
+        AdaptiveSequenceLength(512, 600)
