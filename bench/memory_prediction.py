@@ -17,9 +17,9 @@ from trm.config import RunConfig
 from trm.runs import Plan, Run
 from trm.tasks import load_task
 from trm.tasks.base import open_split
-from trm.training.loop import SilentDisplay
 from trm.training.planning import Planner
 from trm.training.probe import memory_line
+from trm.training.watching import SilentDisplay
 
 SHAPES = [  # grid size, hidden size, mixer, supervision, slots, micro-batches to predict
     (6, 128, True, "terminal", 128, (32, 128)),

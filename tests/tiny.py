@@ -1,5 +1,6 @@
 """Small real things that many tests need: a model of a few thousand weights, a batch, a dataset."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,13 @@ from trm.backends.base import StepBatch
 from trm.config import ModelConfig, RunConfig, TrainingConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
+
+TRM = Path(sys.executable).with_name("trm")
+TINY = (
+    "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20", "evaluation.depth=3",
+    "evaluation.target_accuracy=null", "plan.threads=1",
+)  # fmt: skip
+FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
 
 SHAPE = TaskShape(seq_len=5, vocab_size=6, output_vocab_size=4, num_puzzle_identifiers=3)
 
@@ -92,3 +100,23 @@ def run_config(dataset: Path, **changes: object) -> RunConfig:
         else:
             tree[section] = value
     return RunConfig.model_validate(tree)
+
+
+class Recorder:
+    """A display that remembers, and can do something when it hears a certain update."""
+
+    def __init__(self, react=None):
+        self.messages, self.react = [], react
+
+    def update(self, what, done, total, facts=""):
+        if self.react:
+            self.react(facts or what, done)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def run(config, path, react=None, **limits):
+    from trm.training.loop import Limits, train
+
+    return train(config, path, plan_of(config), Limits(**limits), Recorder(react))

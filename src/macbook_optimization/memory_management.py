@@ -12,13 +12,10 @@ import ctypes
 import gc
 import math
 import resource
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psutil
 
@@ -30,6 +27,7 @@ from macbook_optimization.hardware_detection import (
     macos_memory,
     on_macos,
 )
+from macbook_optimization.resource_monitoring import BackgroundMonitor
 
 MIB = 2**20
 MARGIN = 0.1  # kept free between a predicted peak and the budget: one step in many reads 4 % above the line
@@ -165,53 +163,24 @@ def return_freed_memory() -> int:
     return max(0, before - own_bytes())
 
 
-class MemoryMonitor:
-    """Looks at the memory in a background thread, and only between start and stop.
+class MemoryMonitor(BackgroundMonitor):
+    """Callbacks hear the share in use, 0 to 1, when it is above the threshold."""
 
-    It observes; callbacks hear the share in use (0 to 1) when it is above the threshold.
-    """
-
-    def __init__(
-        self,
-        threshold: float = 0.85,
-        interval_seconds: float = 1.0,
-        read: Callable[[], MemoryStats] = read_memory,
-    ) -> None:
-        self.threshold, self.interval_seconds, self.read = threshold, interval_seconds, read
+    def __init__(self, threshold: float = 0.85, read: Callable[[], MemoryStats] = read_memory) -> None:
+        super().__init__()
+        self.threshold, self.read = threshold, read
         self.callbacks: list[Callable[[float], None]] = []
         self.latest: MemoryStats | None = None
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start_monitoring(self) -> None:
-        if self._thread is None:
-            self._stopped.clear()
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="memory monitor")
-            self._thread.start()
+    def begin(self) -> None:
+        self.look()
 
-    def stop_monitoring(self) -> None:
-        if self._thread is not None:
-            self._stopped.set()
-            self._thread.join()
-            self._thread = None
-
-    def __enter__(self) -> Self:
-        self.start_monitoring()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop_monitoring()
-
-    def _watch(self) -> None:
-        while not self._stopped.is_set():
-            self.latest = stats = self.read()
-            share = stats.percent_used / 100
-            if share > self.threshold:
-                for callback in self.callbacks:
-                    callback(share)
-            self._stopped.wait(self.interval_seconds)
+    def look(self) -> None:
+        self.latest = stats = self.read()
+        share = stats.percent_used / 100
+        if share > self.threshold:
+            for callback in self.callbacks:
+                callback(share)
 
 
 @dataclass(frozen=True, slots=True)

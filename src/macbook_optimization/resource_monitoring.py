@@ -60,19 +60,22 @@ class Reading(Protocol):
     def high(self) -> float | None: ...
 
 
-class ResourceMonitor:
-    """Samples in a background thread, and only between start and stop.
+class BackgroundMonitor:
+    """Looks in a background thread, and only between start and stop.
 
-    It observes and never acts: the training loop reads `latest` at a step boundary and decides.
+    It observes and never acts: the training loop reads the latest look at a step boundary and decides.
     A second thread that changed the batch size would race the step that is using it.
     """
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._latest: ResourceSample | None = None
-        self._throttled_before: int | None = None
+
+    def begin(self) -> None:
+        """Once, in the thread, before the first interval."""
+
+    def look(self) -> None:
+        """After every interval."""
 
     def __enter__(self) -> Self:
         self.start_monitoring()
@@ -96,6 +99,20 @@ class ResourceMonitor:
             self._thread.join()
             self._thread = None
 
+    def _watch(self, interval: float, stop: threading.Event) -> None:
+        self.begin()
+        while not stop.wait(interval):
+            self.look()
+
+
+class ResourceMonitor(BackgroundMonitor):
+    def __init__(self, root: Path = Path("/")) -> None:
+        super().__init__()
+        self._root = root
+        self._process = psutil.Process()
+        self._latest: ResourceSample | None = None
+        self._throttled_before: int | None = None
+
     @property
     def latest(self) -> ResourceSample | None:
         """None until the first interval has passed, since load is a difference; kept after the stop."""
@@ -112,20 +129,20 @@ class ResourceMonitor:
         rose = None if throttled is None or before is None else throttled > before
         return ThermalState(_either(rose, too_hot), temperature, level=None, speed_limit_percent=None)
 
-    def _watch(self, interval: float, stop: threading.Event) -> None:
-        process = psutil.Process()
+    def begin(self) -> None:
         psutil.cpu_percent()  # both measure from the call before
-        process.cpu_percent()
-        while not stop.wait(interval):
-            self._latest = ResourceSample(
-                time=time.monotonic(),
-                cpu_percent=psutil.cpu_percent(),
-                process_cpu_percent=process.cpu_percent(),
-                rss_bytes=process.memory_info().rss,
-                available_bytes=available_memory(self._root),
-                temperature=hottest(_sensors())[0],
-                speed_limit_percent=_speed_limit(),
-            )
+        self._process.cpu_percent()
+
+    def look(self) -> None:
+        self._latest = ResourceSample(
+            time=time.monotonic(),
+            cpu_percent=psutil.cpu_percent(),
+            process_cpu_percent=self._process.cpu_percent(),
+            rss_bytes=self._process.memory_info().rss,
+            available_bytes=available_memory(self._root),
+            temperature=hottest(_sensors())[0],
+            speed_limit_percent=_speed_limit(),
+        )
 
 
 def hottest(sensors: Mapping[str, Iterable[Reading]]) -> tuple[float | None, bool | None]:

@@ -30,6 +30,7 @@ CountOrZero = Annotated[int, BeforeValidator(_not_a_switch), Field(ge=0, lt=2**6
 Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1, allow_inf_nan=False)]
+Rate = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, lt=1, allow_inf_nan=False)]
 BelowOne = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -45,19 +46,19 @@ class ModelConfig(Section):
     n = `L_cycles`, T = `H_cycles`, N_sup = `halt_max_steps`."""
 
     variant: Literal["trm", "singlez", "transformer"] = "trm"
-    hidden_size: Count = 512
+    hidden_size: Annotated[Count, Field(le=2**16)] = 512
     num_heads: Count = 8
     L_layers: Count = 2
     H_layers: Count = 8  # only the transformer baseline, whose single level the public code calls H
     H_cycles: Count = 3
     L_cycles: Count = 6
-    expansion: Positive = 4.0
+    expansion: Annotated[Positive, Field(le=64)] = 4.0
     mlp_t: bool = False
     pos_encodings: Literal["rope", "learned", "none"] = "rope"
     puzzle_emb_ndim: CountOrZero = 0
     puzzle_emb_len: CountOrZero = 16  # 0: as many positions as puzzle_emb_ndim needs
-    rms_norm_eps: Positive = 1e-5
-    rope_theta: Positive = 10000.0
+    rms_norm_eps: Rate = 1e-5
+    rope_theta: Annotated[Positive, Field(le=1e12)] = 10000.0
     width_multiple: Count = 256  # the public code rounds inner widths up to this; 32 suits small models
     halt_max_steps: Count = 16
     halt_exploration_prob: Fraction = 0.1
@@ -102,17 +103,17 @@ class TrainingConfig(Section):
     effective_batch_size: Count = 768
     max_steps: Count = 10_000
     optimizer: Literal["adam_atan2", "adamw"] = "adam_atan2"
-    learning_rate: Positive = 1e-4
+    learning_rate: Rate = 1e-4
     lr_min_ratio: Fraction = 1.0
     warmup_steps: CountOrZero = 2000
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
-    weight_decay: PositiveOrZero = 0.1
-    puzzle_emb_lr: PositiveOrZero = 1e-2
-    puzzle_emb_weight_decay: PositiveOrZero = 0.1
-    max_grad_norm: Positive | None = None
+    weight_decay: Annotated[PositiveOrZero, Field(le=1000)] = 0.1
+    puzzle_emb_lr: BelowOne = 1e-2
+    puzzle_emb_weight_decay: Annotated[PositiveOrZero, Field(le=1000)] = 0.1
+    max_grad_norm: Annotated[Positive, Field(le=1e6)] | None = None
     loss: Literal["stablemax_cross_entropy", "softmax_cross_entropy"] = "stablemax_cross_entropy"
-    halt_loss_weight: PositiveOrZero = 0.5
+    halt_loss_weight: Annotated[PositiveOrZero, Field(le=1000)] = 0.5
     ema: bool = True
     ema_rate: Fraction = 0.999
     # Terminal supervision only: from this step on, the depth is drawn from 1 up to this value.
@@ -136,7 +137,7 @@ class EvaluationConfig(Section):
 
 class CheckpointsConfig(Section):
     every_steps: Count | None = None
-    every_seconds: Positive = 60.0
+    every_seconds: Annotated[Positive, Field(le=1e8)] = 60.0
     keep: Count = 3
 
 

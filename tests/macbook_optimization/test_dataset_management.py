@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import sudoku_dataset
 
+from macbook_optimization.dataset_files import FIELDS
 from macbook_optimization.dataset_management import (
-    FIELDS,
     MIB,
     DatasetManager,
     DatasetSettings,

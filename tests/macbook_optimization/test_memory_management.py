@@ -223,7 +223,7 @@ def test_a_monitor_tells_callbacks_only_above_its_threshold_and_stops():
     heard = []
     threads = threading.active_count()
     for threshold in (0.9, 0.96):
-        monitor = MemoryMonitor(threshold, interval_seconds=0.01, read=lambda: full)
+        monitor = MemoryMonitor(threshold, read=lambda: full)
         monitor.callbacks.append(lambda share, threshold=threshold: heard.append((threshold, share)))
         with monitor:
             deadline = time.monotonic() + 5

@@ -10,14 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import FOUR, TINY, TRM
 
-TRM = Path(sys.executable).with_name("trm")
 ROOT = Path(__file__).parents[2]
-TINY = (
-    "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20", "evaluation.depth=3",
-    "evaluation.target_accuracy=null", "plan.threads=1",
-)  # fmt: skip
-FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
 
 
 def trm(*arguments, cwd, stdin=None):

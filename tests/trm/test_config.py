@@ -1,10 +1,22 @@
 """Recipes: what they may say, and what a user is told who says something else."""
 
+import re
+
 import pytest
 import yaml
 
 from macbook_optimization.errors import ConfigError
-from trm.config import RunConfig, config_from_text, differences, find_recipe, load_config, shipped_recipes
+from trm.config import (
+    RunConfig,
+    Section,
+    config_from_text,
+    differences,
+    find_recipe,
+    load_config,
+    shipped_recipes,
+)
+from trm.tasks import load_task
+from trm.tasks.sudoku import BuildOptions
 
 MINIMAL = "task: sudoku\ndata: {path: somewhere}\n"
 
@@ -48,7 +60,7 @@ def test_all_problems_are_reported_at_once():
         ("training.learning_rate=0", "greater than 0"),
         ("training.learning_rate=fast", "valid number"),
         ("training.learning_rate=.nan", "greater than 0"),
-        ("training.learning_rate=.inf", "finite number"),
+        ("training.learning_rate=.inf", "less than 1"),
         ("model.hidden_size=12.5", "valid integer"),
         ("model.hidden_size=true", "not true or false"),
         ("model.num_heads=7", "not a multiple of num_heads 7"),
@@ -141,3 +153,58 @@ def test_the_papers_recipe_says_what_the_paper_says():
 def test_recipes_are_plain_yaml():
     for path in shipped_recipes().values():
         assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+NASTY = ["-1", "0", str(2**63), "1e308", ".nan", ".inf", "''", "null", "[1]"]
+# Zero and null that mean something: nothing of it, or left to a measurement or a default.
+MEANT = {
+    "0": {
+        "seed", "model.puzzle_emb_ndim", "model.puzzle_emb_len", "model.halt_exploration_prob",
+        "training.lr_min_ratio", "training.warmup_steps", "training.beta1", "training.beta2",
+        "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
+        "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
+    },
+    "null": {
+        "training.max_grad_norm", "evaluation.settle", "evaluation.examples", "evaluation.target_accuracy",
+        "checkpoints.every_steps", "plan.micro_batch_size", "plan.threads", "plan.memory_limit_mb",
+        "plan.garbage_collection_frequency", "data.build.blanks", "data.build.train",
+    },
+}  # fmt: skip
+
+
+def numeric_keys(section, prefix=""):
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from numeric_keys(annotation, f"{prefix}{name}.")
+        elif re.search(r"\b(int|float)\b", str(annotation)) and "dict" not in str(annotation):
+            yield f"{prefix}{name}"
+
+
+KEYS = [
+    *numeric_keys(RunConfig),
+    *numeric_keys(BuildOptions, "data.build."),
+    "data.build.size",
+    "training.depths",
+]
+
+
+def test_the_numeric_keys_are_found():
+    assert len(KEYS) > 40
+    assert {"seed", "model.hidden_size", "plan.memory_limit_mb", "data.build.size"} <= set(KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", NASTY)
+def test_a_number_that_makes_no_sense_is_refused_in_one_line_that_names_it(key, value):
+    def read():
+        config = load_config("sudoku-6x6", [f"{key}={value}"])
+        load_task(config.task).shape(config.data.build)
+
+    if key in MEANT.get(value, ()):
+        read()
+        return
+    with pytest.raises(ConfigError) as refused:
+        read()
+    assert key.split(".")[-1] in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -101,6 +101,10 @@ class Learner(Protocol):
 
 
 class Backend(Protocol):
+    def warm_up(self) -> None:
+        """Takes what every process takes that computes anything at all."""
+        ...
+
     def prepare(self, *, threads: int, deterministic: bool) -> None:
         """Settings of the whole process, before the first tensor."""
         ...
@@ -113,6 +117,10 @@ class Backend(Protocol):
         seed: int,
         gradient_checkpointing: Checkpointing = "none",
     ) -> Learner: ...
+
+    def state_bytes(self, model: ModelConfig, training: TrainingConfig, shape: TaskShape) -> int:
+        """What a run should keep in memory, worked out without taking it, and without the examples."""
+        ...
 
     def estimate_memory(
         self,

@@ -27,7 +27,9 @@ from macbook_optimization.training_config_adapter import (
 from trm.config import DataConfig, load_config
 from trm.runs import Plan
 from trm.tasks import load_task
-from trm.training.planning import Planner, Say
+from trm.training.fitting import too_large
+from trm.training.measuring import Say
+from trm.training.planning import Planner
 
 DEFAULT_RECIPE = "sudoku-6x6"
 NOT_REPORTED = "not reported"
@@ -96,7 +98,11 @@ def _plan_of_default_recipe(hardware: HardwareSpecs, say: Say) -> Plan:
         options = {**(config.data.build or {}), "train": 32, "test": 32}
         task.build(options, path, lambda what, done, total: None)
         config = config.model_copy(update={"data": DataConfig(path=path)})
-        return Planner(config, task.shape(options), hardware, say).choose()
+        planner = Planner(config, task.shape(options), hardware, say)
+        plan = planner.choose()
+        if plan is None:
+            raise too_large(planner)
+        return plan
 
 
 def _advice(hardware: HardwareSpecs, platform: Mapping[str, Any] | None, speeds: Speeds) -> list[Advice]:

@@ -7,31 +7,20 @@ what is saved then is the state after the last whole step, and resuming repeats 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
-
-import numpy as np
-import psutil
+from typing import Any
 
 from macbook_optimization.checkpoint_management import Checkpoint
-from macbook_optimization.children import Tell, parent_is_gone
+from macbook_optimization.children import Tell
 from macbook_optimization.errors import DataError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.memory_management import (
-    MIB,
-    Adjustment,
-    MemoryManager,
-    MemoryMonitor,
-    PressureSettings,
     peak_bytes,
 )
 from macbook_optimization.progress_monitoring import ProgressDisplay
@@ -42,15 +31,12 @@ from trm.runs import Plan, Run, begin, check_recipe, open_run
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
 from trm.training.evaluation import evaluate
+from trm.training.interruption import Interrupted, stop_signals
 from trm.training.schedule import cycles_of_step, learning_rate_factor
+from trm.training.watching import Display, MemoryWatch, MetricsLog
 
 EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
 NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
-
-
-class Display(Protocol):
-    def update(self, what: str, done: int, total: int, facts: str = "") -> None: ...
-    def message(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +55,6 @@ class Outcome:
     seconds: float
     best: dict[str, Any] | None
     target: float | None
-
-
-class Interrupted(Exception):  # noqa: N818 - a request, not an error
-    """Ctrl-C or SIGTERM arrived; the state is that of the last whole step."""
-
-
-class SilentDisplay:
-    def update(self, what: str, done: int, total: int, facts: str = "") -> None: ...
-    def message(self, text: str) -> None: ...
 
 
 def train_in_child(
@@ -106,7 +83,7 @@ def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Di
     trainer.resume()
     begin(run, config, plan)
     run.write("hardware.json", json.dumps(describe_machine(), indent=2))
-    with stop_signals() as check, trainer.monitor:
+    with stop_signals() as check, trainer.watch.monitor:
         return trainer.run(limits, check)
 
 
@@ -124,41 +101,6 @@ def open_splits(config: RunConfig, task: Task) -> tuple[Split, Split]:
     return train_split, test_split
 
 
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises `Interrupted` once Ctrl-C, SIGTERM or a closed terminal has arrived. A
-    second one leaves at once, which is safe: the last checkpoint is already complete.
-
-    The handler may interrupt any line of ours, a print included, so it writes to the terminal by itself.
-    """
-    arrived = False
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal arrived
-        with suppress(OSError):  # the terminal may be gone
-            if arrived and os.isatty(2):
-                os.write(2, b"\033[?25h\n")  # a live display had hidden the cursor
-            elif not arrived:
-                os.write(2, b"\nStopping; saving the last whole step (Ctrl-C again leaves at once).\n")
-        if arrived:
-            os._exit(130)
-        arrived = True
-
-    def check() -> None:
-        if arrived or parent_is_gone():
-            raise Interrupted
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks us to outlive the terminal
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Trainer:
     """The state of one run while it is going on."""
 
@@ -173,18 +115,7 @@ class Trainer:
         display: Display,
     ) -> None:
         self.config, self.plan, self.task, self.learner = config, plan, task, learner
-        self.monitor = MemoryMonitor()
-        self.memory = MemoryManager(
-            batch_size=plan.micro_batch_size,
-            largest=plan.micro_batch_size,
-            model=plan.memory,
-            budget_bytes=plan.budget_bytes,
-            settings=PressureSettings(
-                dynamic=config.plan.dynamic_batch_sizing,
-                shrink_above_percent=config.plan.memory_pressure_threshold,
-                grow_below_percent=config.plan.memory_pressure_threshold - 10,
-            ),
-        )
+        self.watch = MemoryWatch(config.plan, plan, run, display)
         self.train_split, self.test_split = splits
         self.directory, self.display = run, display
         self.checkpoints = run.checkpoints(config.checkpoints.keep)
@@ -205,7 +136,6 @@ class Trainer:
         self.started = time.monotonic()
         self.saved: Checkpoint | None = None
         self.saved_at = self.started
-        self.collecting = True  # as long as it returns something
         self.evaluated = 0  # the last step whose weights were evaluated
         self.best: dict[str, Any] | None = None
 
@@ -251,11 +181,10 @@ class Trainer:
                 check()
                 before = time.monotonic()
                 rate, result = self._one_step(check)
-                log.add(
-                    self.step, result, rate, time.monotonic() - before, self.seconds, self.memory.batch_size
-                )
+                took, size = time.monotonic() - before, self.watch.memory.batch_size
+                log.add(self.step, result, rate, took, self.seconds, size)
                 self._show(log)
-                self._collect_garbage()
+                self.watch.collect_garbage(self.step)
         except Interrupted:
             reason = "interrupted"
         self._save()
@@ -320,45 +249,15 @@ class Trainer:
             if slots_done:
                 check()
                 self.display.update("this step", slots_done, self.order.num_slots, f"step {settings.step}")
-            self._watch_memory()
-            return self.memory.batch_size
+            return self.watch.micro_batch_size(self.step)
 
         try:
             return self.learner.step(batch, settings, next_cut)
         except AllocationFailed as failure:
             if failure.torn:
                 raise
-        self._make_room()
+        self.watch.make_room(self.step)
         return None
-
-    def _watch_memory(self) -> None:
-        """Answers what the monitor has seen since the last cut."""
-        stats, self.monitor.latest = self.monitor.latest, None
-        if stats is not None:
-            self._tell(self.memory.react(stats))
-
-    def _make_room(self) -> None:
-        adjustment = self.memory.after_failed_allocation()
-        if adjustment is None:
-            raise AllocationFailed(torn=False)
-        self._tell(adjustment)
-
-    def _tell(self, adjustment: Adjustment | None) -> None:
-        if adjustment is None:
-            return
-        what = "shrunk" if adjustment.after < adjustment.before else "grown"
-        self.directory.event(f"batch {what}", step=self.step, **asdict(adjustment))
-        self.display.message(
-            f"The micro-batch is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
-        )
-
-    def _collect_garbage(self) -> None:
-        every = self.config.plan.garbage_collection_frequency
-        if every is not None and self.step % every == 0 and self.collecting:
-            returned = self.memory.force_garbage_collection()
-            self.collecting = returned >= MIB
-            if not self.collecting:
-                self.directory.event("garbage collection returns nothing", step=self.step, bytes=returned)
 
     def _show(self, log: MetricsLog) -> None:
         best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
@@ -377,11 +276,11 @@ class Trainer:
                     self.learner.answerer(),
                     self.test_split,
                     self.config.evaluation,
-                    EVALUATION_CUT * self.memory.batch_size,
+                    EVALUATION_CUT * self.watch.memory.batch_size,
                     after_chunk,
                 )
             if found is None:
-                self._make_room()
+                self.watch.make_room(self.step)
         self.evaluated = self.step
         row = {"step": self.step, "seconds": self.seconds, **asdict(found)}
         self.directory.append("metrics.jsonl", row)
@@ -414,54 +313,3 @@ class Trainer:
             self.saved = self.checkpoints.save(self.step, self.learner.tensors(), metadata)
         self.saved_at = time.monotonic()
         return self.saved
-
-
-class MetricsLog:
-    """Averages over the steps since the last row, and writes a row about once a second."""
-
-    def __init__(self, run: Run, every_seconds: float = 1.0) -> None:
-        self.run, self.every_seconds = run, every_seconds
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call only starts the measurement
-        self.loss = self.samples_per_second = 0.0
-        self.row: dict[str, Any] = {}
-        self.results: list[StepResult] = []
-        self.step_seconds = 0.0
-
-    def add(
-        self,
-        step: int,
-        result: StepResult,
-        learning_rate: float,
-        step_seconds: float,
-        seconds: float,
-        micro_batch_size: int,
-    ) -> None:
-        """`step_seconds` is this step's own; evaluations and saves do not count against the rate."""
-        self.results.append(result)
-        self.step_seconds += step_seconds
-        self.loss = float(np.mean([r.loss for r in self.results]))
-        self.samples_per_second = sum(len(r.exact) for r in self.results) / self.step_seconds
-        self.row = {
-            "step": step,
-            "seconds": seconds,
-            "loss": self.loss,
-            "grad_norm": result.grad_norm,
-            "samples_per_second": self.samples_per_second,
-            "learning_rate": learning_rate,
-            "micro_batch_size": micro_batch_size,
-        }
-        if self.step_seconds >= self.every_seconds:
-            self.write()
-
-    def write(self) -> None:
-        if not self.results:
-            return
-        more = {
-            "train_token_accuracy": float(np.mean([r.token_accuracy for r in self.results])),
-            "train_exact_accuracy": float(np.mean([r.exact.mean() for r in self.results])),
-            "rss_bytes": self.process.memory_info().rss,
-            "cpu_percent": self.process.cpu_percent(),
-        }
-        self.run.append("metrics.jsonl", {**self.row, **more})
-        self.results, self.step_seconds = [], 0.0

@@ -25,6 +25,7 @@ from macbook_optimization.errors import MemoryBudgetError
 from macbook_optimization.memory_management import (
     MIB,
     MemoryModel,
+    MemoryMonitor,
     line_through,
     peak_address_space,
     peak_bytes,
@@ -35,7 +36,8 @@ from trm.config import RunConfig
 from trm.runs import DEFAULT_PLAN, Run
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
-from trm.training.loop import EVALUATION_CUT, SilentDisplay, Trainer
+from trm.training.loop import EVALUATION_CUT, Trainer
+from trm.training.watching import SilentDisplay
 
 FIRST_SIZE = 4  # below it, a step's fixed memory hides what an example takes
 SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
@@ -69,6 +71,7 @@ def probe(
     """
     recipe = RunConfig.model_validate(config)
     stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
+    MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
     _limit_address_space(budget_bytes)
     stepper.begin()
     empty = peak_bytes()
@@ -201,15 +204,19 @@ def estimate(
     gradient_checkpointing: Checkpointing,
     tell: Tell,
 ) -> list[dict[str, Any]]:
-    """For each recipe what its process should need, without taking it; the process itself is measured."""
+    """For each recipe the memory that its process should need, without taking it.
+
+    The empty process is measured. What the recipes keep is told first: the rest takes some memory itself,
+    and may not get it.
+    """
     backend = load_backend()
-    backend.prepare(threads=1, deterministic=False)
-    resident, address_space = peak_bytes(), peak_address_space()
-    found = []
-    for tree in recipes:
-        config = RunConfig.model_validate(tree)
-        line = backend.estimate_memory(
-            config.model, config.training, TaskShape(**shape), gradient_checkpointing
-        )
-        found.append({"line": asdict(line), "process": resident, "address_space": address_space})
-    return found
+    MemoryMonitor().start_monitoring()
+    backend.warm_up()
+    tell({"process": peak_bytes(), "address_space": peak_address_space()})
+    configs = [RunConfig.model_validate(tree) for tree in recipes]
+    task_shape = TaskShape(**shape)
+    tell({"state": [backend.state_bytes(config.model, config.training, task_shape) for config in configs]})
+    return [
+        asdict(backend.estimate_memory(config.model, config.training, task_shape, gradient_checkpointing))
+        for config in configs
+    ]

@@ -16,14 +16,15 @@ from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector
-from macbook_optimization.memory_management import MIB
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.config import RunConfig
 from trm.runs import Plan, Run, open_run, set_aside
 from trm.tasks import load_task
 from trm.tasks.base import Task
-from trm.training.loop import Display, Limits, Outcome, open_splits
+from trm.training.fitting import fitted, needed_mb, too_large
+from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
 from trm.training.planning import Planner
+from trm.training.watching import Display
 
 DEATHS_AT_THE_SMALLEST_PLAN = 3
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,17 +43,20 @@ def prepare(
 ) -> Job:
     """Everything before the first step that needs no torch of our own: data, checks, hardware, plan."""
     task = load_task(config.task)
+    if config.data.build is not None:
+        task.shape(config.data.build)  # says what is wrong with the options, also where nothing is built
     build_if_missing(config, task, display)
     train_split, _ = open_splits(config, task)
     if fresh and (aside := set_aside(path)):
         display.message(f"The earlier run is now {aside}.")
     hardware = HardwareDetector().detect(with_torch=False)
     config = _with_model(config, path, hardware.memory.total_memory, display)
-    planner = Planner(config, train_split.shape, hardware, display)
-    if fit:
-        planner = _fitted(planner, path)
+    planner = Planner(_as_recorded(config, path) if fit else config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
+    planner = fitted(planner) if fit else planner
     plan = planner.choose()
+    if plan is None:
+        raise too_large(planner)
     for warning in plan.warnings:
         display.message(f"warning: {warning}")
     display.message("Plan: " + "\n      ".join(plan.explain()))
@@ -81,26 +85,12 @@ def _with_model(config: RunConfig, path: Path, total_memory: int, display: Displ
     return config.model_copy(update={"model": config.model.model_copy(update=sizes)})
 
 
-def _fitted(planner: Planner, path: Path) -> Planner:
-    """The recipe itself if it fits, otherwise the best smaller one that really does."""
-    if (path / "recipe.yaml").exists():
-        before = Run(path).config
-        update = {"model": before.model, "training": before.training}
-        planner = replace(planner, config=planner.config.model_copy(update=update))
-    try:
-        planner.choose()
-        return planner
-    except MemoryBudgetError as error:
-        too_large = error
-    for changes, smaller in planner.smaller_recipes():
-        candidate = replace(planner, config=smaller)
-        try:
-            candidate.choose()
-        except MemoryBudgetError:
-            continue
-        planner.say.message("The recipe does not fit; --fit changes it:\n  " + "\n  ".join(changes))
-        return candidate
-    raise too_large
+def _as_recorded(config: RunConfig, path: Path) -> RunConfig:
+    """With the sizes of the run that is there: it may have been fitted when more, or less, was free."""
+    if not (path / "recipe.yaml").exists():
+        return config
+    before = Run(path).config
+    return config.model_copy(update={"model": before.model, "training": before.training})
 
 
 def _forecast(config: RunConfig, plan: Plan) -> str | None:
@@ -143,9 +133,10 @@ def supervise(job: Job, limits: Limits) -> Outcome:
             smaller = plan_after(death, plan, job.config.training.effective_batch_size)
             if smaller == plan:
                 deaths_at_smallest += 1
+            hopeless = smaller == plan and death.code == NO_MEMORY  # it would fail in the same place
+            if hopeless or deaths_at_smallest >= DEATHS_AT_THE_SMALLEST_PLAN:
+                raise _given_up(job, death, deaths_at_smallest) from None
             _note(job, death, smaller)
-            if deaths_at_smallest >= DEATHS_AT_THE_SMALLEST_PLAN:
-                raise _given_up(job, death, plan) from None
             plan = smaller
 
 
@@ -180,22 +171,22 @@ def plan_after(death: ChildDied, plan: Plan, num_slots: int) -> Plan:
 
 
 def _note(job: Job, death: ChildDied, plan: Plan) -> None:
+    what = "ran out of memory" if death.code == NO_MEMORY else str(death)
     job.planner.say.message(
-        f"The trainer {death}. Going on from the newest checkpoint with {plan.accumulation_steps} x "
+        f"The trainer {what}. Going on from the newest checkpoint with {plan.accumulation_steps} x "
         f"{plan.micro_batch_size} examples."
     )
     if job.run.path.is_dir():
         job.run.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
 
 
-def _given_up(job: Job, death: ChildDied, plan: Plan) -> LaptopError:
+def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
     try:
-        needed, _ = job.planner.estimate([job.config])[0]
+        needed = needed_mb(job.planner)
     except ChildDied:
         return MemoryBudgetError("There is too little memory to load PyTorch.")
-    allowed = (plan.budget_bytes or job.planner.budget.resident_bytes) // MIB
+    times = f", {deaths} times" if deaths > 1 else ""
     return MemoryBudgetError(
-        f"The trainer {death}, {DEATHS_AT_THE_SMALLEST_PLAN} times with the smallest plan there is. It needs "
-        f"about {needed} MiB; {allowed} MiB were counted on.",
-        hint="Close other programs, take a smaller recipe with --fit, or see events.jsonl in the run.",
+        f"The trainer {death}{times} with the smallest plan there is. This recipe needs about {needed} MiB.",
+        hint="Allow more, close other programs, or take a smaller recipe with --fit.",
     )

@@ -8,34 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import plan_of, run_config, sudoku_dataset
+from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import DataError, MemoryBudgetError, RunError
 from trm.runs import Run, list_runs
 from trm.training.loop import Limits, train
 
 
-class Recorder:
-    """A display that remembers, and can do something when it hears a certain update."""
-
-    def __init__(self, react=None):
-        self.messages, self.react = [], react
-
-    def update(self, what, done, total, facts=""):
-        if self.react:
-            self.react(facts or what, done)
-
-    def message(self, text):
-        self.messages.append(text)
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return sudoku_dataset(tmp_path_factory.mktemp("data") / "set")
-
-
-def run(config, path, react=None, **limits):
-    return train(config, path, plan_of(config), Limits(**limits), Recorder(react))
 
 
 def state(path):

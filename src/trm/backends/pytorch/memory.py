@@ -20,6 +20,18 @@ _BYTES = 4  # weights, moments and losses are float32
 _WORK = 1.3  # gradients and intermediate results of the backward pass, on top of what is kept; measured
 
 
+def state_bytes(model: ModelConfig, training: TrainingConfig, shape: TaskShape) -> int:
+    """Everything but the examples that are being computed."""
+    network = TinyRecursiveModel(model, shape, seed=None)
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    copies = 7 + training.ema  # weights, gradients, two moments, average; and about three on their way
+    rows = shape.num_puzzle_identifiers * model.puzzle_emb_ndim
+    fixed = (copies * weights + rows) * _BYTES
+    if training.supervision == "deep":  # before and after the step
+        fixed += 2 * training.effective_batch_size * _size(network.start(1))
+    return fixed
+
+
 def estimate_memory(
     model: ModelConfig,
     training: TrainingConfig,
@@ -28,18 +40,12 @@ def estimate_memory(
 ) -> MemoryModel:
     network = TinyRecursiveModel(model, shape, seed=None)
     network.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
-    weights = sum(parameter.numel() for parameter in network.parameters())
-    copies = 4 + training.ema  # weights, gradients, two moments, average
-    rows = shape.num_puzzle_identifiers * model.puzzle_emb_ndim
-    fixed = (copies * weights + rows) * _BYTES
-    if training.supervision == "deep":  # before and after the step
-        fixed += 2 * training.effective_batch_size * _size(network.start(1))
     kept = _kept_for_backward(network)
     if gradient_checkpointing != "none":  # while one layer is computed again, it keeps what it needs
         network.L_level.recompute_every = 0
         kept += _kept_for_backward(network) / _layers_kept(model)
     logits = shape.seq_len * shape.output_vocab_size * _BYTES * 6
-    return MemoryModel(int(fixed), int(_WORK * kept + logits))
+    return MemoryModel(state_bytes(model, training, shape), int(_WORK * kept + logits))
 
 
 def _layers_kept(model: ModelConfig) -> int:

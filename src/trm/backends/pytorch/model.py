@@ -201,7 +201,8 @@ class TinyRecursiveModel(nn.Module):
         self._angles: tuple[Tensor, Tensor] | None = None
         if config.pos_encodings == "rope":
             head_size = config.hidden_size // config.num_heads
-            self._angles = rotary_angles(num_positions, head_size, config.rope_theta)
+            cos, sin = rotary_angles(num_positions, head_size, config.rope_theta)
+            self._angles = cos.to(initial.device), sin.to(initial.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -33,6 +33,11 @@ def prepare(*, threads: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
 
 
+def warm_up() -> None:
+    """Starts the threads and loads the libraries that a first product starts and loads."""
+    torch.randn(256, 256) @ torch.randn(256, 256)
+
+
 RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
 
 # torch has no exception of its own for this; oneDNN and C++ have words of theirs.

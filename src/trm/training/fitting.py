@@ -1,0 +1,139 @@
+"""A recipe that is too large for this machine: what it needs, and which smaller ones would fit.
+
+A smaller recipe learns something else, so it is never taken silently: an error lists them, and `--fit` takes
+the best one and prints each change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.cpu_optimization import environment
+from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.memory_management import MIB, MemoryModel
+from macbook_optimization.training_config_adapter import fitting_heads, scaled_learning_rate
+from trm.config import RunConfig
+from trm.training.measuring import PROBE_SECONDS
+from trm.training.planning import Planner
+
+HIDDEN_SIZES = (768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16)
+Smaller = tuple[list[str], RunConfig]  # the changes as overrides, and the recipe with them
+
+
+def too_large(planner: Planner) -> MemoryBudgetError:
+    try:
+        needed, choices = needed_mb(planner), smaller_recipes(planner)
+    except ChildDied as death:
+        return MemoryBudgetError(f"There is too little memory to load PyTorch: its process {death}.")
+    alternatives = "; ".join(" ".join(changes) for changes, _ in choices[:3])
+    smaller = f" Recipes that should fit: {alternatives}." if choices else ""
+    limit, reason = _limit(planner)
+    return MemoryBudgetError(
+        f"This recipe needs about {needed} MiB even with one example at a time; {limit} MiB are allowed "
+        f"({reason}).{smaller}",
+        hint="Allow more, close other programs, or take a smaller recipe with --fit.",
+    )
+
+
+def fitted(planner: Planner) -> Planner:
+    """For the recipe itself if it fits, otherwise for the best smaller one that really does."""
+    if planner.choose() is not None:
+        return planner
+    for changes, smaller in smaller_recipes(planner):
+        candidate = replace(planner, config=smaller)
+        if candidate.choose() is not None:
+            planner.say.message("The recipe does not fit; --fit changes it:\n  " + "\n  ".join(changes))
+            return candidate
+    raise too_large(planner)
+
+
+def needed_mb(planner: Planner) -> int:
+    """What to allow for this recipe, known to be more than the limit that it has just failed under."""
+    (needed,) = estimate(planner, [planner.config])
+    return max(needed, math.ceil(1.05 * _limit(planner)[0]))
+
+
+def _limit(planner: Planner) -> tuple[int, str]:
+    """MiB, and who says so."""
+    budget = planner.budget
+    addresses = budget.address_space_bytes
+    if addresses is not None and addresses < budget.resident_bytes:
+        return addresses // MIB, "the address space of a process, ulimit -v"
+    return budget.resident_bytes // MIB, budget.reason
+
+
+def smaller_recipes(planner: Planner) -> list[Smaller]:
+    """Those that should fit, best first."""
+    candidates = list(_candidates(planner.config))
+    estimates = estimate(planner, [config for _, config in candidates])
+    limit, _ = _limit(planner)
+    return [c for c, needed in zip(candidates, estimates, strict=True) if needed <= limit]
+
+
+def estimate(planner: Planner, configs: Sequence[RunConfig]) -> list[int]:
+    """MiB that each recipe needs at its smallest: worked out, not measured."""
+    told: dict[str, Any] = {}
+    arguments = {
+        "recipes": [config.model_dump(mode="json") for config in configs],
+        "shape": asdict(planner.shape),
+        "gradient_checkpointing": planner.config.plan.gradient_checkpointing or "all",
+    }
+    try:
+        lines = run_in_child(
+            "trm.training.probe:estimate", arguments, tell=told.update,
+            environment=environment(max(planner.thread_choices())), timeout_seconds=PROBE_SECONDS,
+        )  # fmt: skip
+    except ChildDied:
+        if "state" not in told:
+            raise
+        lines = [{"fixed_bytes": state, "bytes_per_example": 0} for state in told["state"]]
+    by_addresses = planner.budget.address_space_bytes is not None and told["address_space"] is not None
+    process = told["address_space"] if by_addresses else told["process"]
+    models = [MemoryModel(process + line["fixed_bytes"], line["bytes_per_example"]) for line in lines]
+    return [math.ceil(model.needed_bytes() / MIB) for model in models]
+
+
+def _candidates(config: RunConfig) -> Iterator[Smaller]:
+    """Smaller models first; then smaller batches, whose slots carry latents, with a rate to match."""
+    for batch in _batches(config):
+        changes, training = _with_batch(config, batch)
+        base = config.model_copy(update={"training": training})
+        if changes:
+            yield changes, base
+        for hidden_size in HIDDEN_SIZES:
+            if hidden_size < config.model.hidden_size:
+                named, smaller = _with_hidden_size(base, hidden_size)
+                yield changes + named, smaller
+
+
+def _batches(config: RunConfig) -> list[int]:
+    slots = config.training.effective_batch_size
+    if config.training.supervision != "deep":
+        return [slots]
+    return [slots] + [slots // 2**halvings for halvings in range(1, 6) if slots // 2**halvings >= 8]
+
+
+def _with_batch(config: RunConfig, batch: int) -> tuple[list[str], Any]:
+    training = config.training
+    if batch == training.effective_batch_size:
+        return [], training
+    scaled = scaled_learning_rate(training.learning_rate, training.effective_batch_size, batch)
+    rate = float(f"{scaled:.2g}")
+    changes = [f"training.effective_batch_size={batch}", f"training.learning_rate={rate:g}"]
+    return changes, training.model_copy(update={"effective_batch_size": batch, "learning_rate": rate})
+
+
+def _with_hidden_size(config: RunConfig, hidden_size: int) -> Smaller:
+    model = config.model
+    update = {
+        "hidden_size": hidden_size,
+        "num_heads": fitting_heads(hidden_size, model.num_heads),
+        "puzzle_emb_ndim": min(model.puzzle_emb_ndim, hidden_size),
+    }
+    changed = {name: value for name, value in update.items() if value != getattr(model, name)}
+    named = [f"model.{name}={value}" for name, value in changed.items()]
+    return named, config.model_copy(update={"model": model.model_copy(update=changed)})

@@ -1,0 +1,140 @@
+"""What a step takes on this machine: measured by a child, and kept for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.cpu_optimization import environment
+from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.config import RunConfig
+from trm.tasks.base import TaskShape
+from trm.training.probe import Size
+
+PROBE_SECONDS = 600
+BUSY_PERCENT = 25  # of all cores; speeds that are measured beside such a program are not worth keeping
+
+
+class Say(Protocol):
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    sizes: tuple[Size, ...]  # that the line is drawn through
+    by_size: dict[int, float]  # samples per second
+    by_threads: dict[int, float]  # the same; empty if there was only one choice
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    config: RunConfig
+    shape: TaskShape
+    hardware: HardwareSpecs
+    precision: str
+    gradient_checkpointing: Checkpointing
+    allocator: str
+    threads: tuple[int, ...]
+
+    def key(self) -> str:
+        """Of everything that memory and speed depend on."""
+        config, cpu = self.config, self.hardware.cpu
+        facts = {
+            "model": config.model.model_dump(mode="json"),
+            "training": config.training.model_dump(mode="json", exclude={"learning_rate", "max_steps"}),
+            "shape": asdict(self.shape),
+            "how": [self.precision, self.gradient_checkpointing, self.allocator, self.threads],
+            "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, self.hardware.memory.total_memory],
+            "versions": [version(name) for name in ("torch", "numpy", "macbook-trm")] + [sys.version],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def measure(question: Question, say: Say, keep: bool) -> Measured | None:
+    """From the cache or by a probe; None if no size survived."""
+    file = cache_directory() / "probes" / f"{question.key()}.json"
+    if (known := _read(file)) is not None:
+        return known
+    busy = psutil.cpu_percent(interval=0.2) > BUSY_PERCENT
+    kept = "other programs are busy, so it is not kept" if busy else "kept for the next start"
+    say.message(f"Measuring what a step takes on this machine ({kept}).")
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    try:
+        found = _probe(question, rows)
+    except (ChildDied, MemoryBudgetError):
+        if not rows:
+            return None
+    measured = _measured(rows, found)
+    if keep and not busy:
+        _write(file, measured)
+    return measured
+
+
+def _probe(question: Question, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    arguments = {
+        "config": question.config.model_dump(mode="json"),
+        "precision": question.precision,
+        "gradient_checkpointing": question.gradient_checkpointing,
+        "threads": question.threads,
+        "budget_bytes": question.hardware.memory.available_memory,
+    }
+    variables = environment(max(question.threads), compact=question.allocator == "compact")
+    answer: dict[str, Any] = run_in_child(
+        "trm.training.probe:probe",
+        arguments,
+        tell=rows.append,
+        environment=variables,
+        timeout_seconds=PROBE_SECONDS,
+    )
+    return answer
+
+
+def cache_directory() -> Path:
+    """Where measurements are kept; deleting it costs a few seconds."""
+    if "TRM_CACHE_DIR" in os.environ:
+        return Path(os.environ["TRM_CACHE_DIR"])
+    default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME", default)) / "macbook-trm"
+
+
+def _read(file: Path) -> Measured | None:
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        return _measured(facts["sizes"], {"rates": facts["by_size"], "threads": facts["by_threads"]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Measured:
+    """From JSON, whose keys are strings. A probe that died before its end has told its sizes only."""
+    sizes = tuple(Size(**row) for row in rows)
+    rates = found.get("rates") or {size.micro_batch_size: size.samples_per_second for size in sizes}
+    return Measured(
+        sizes,
+        {int(size): rate for size, rate in rates.items()},
+        {int(count): rate for count, rate in found.get("threads", {}).items()},
+    )
+
+
+def _write(file: Path, measured: Measured) -> None:
+    """A cache that cannot be written only means measuring again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return
