@@ -14,6 +14,7 @@ import psutil
 from trm.backends.base import Learner, StepBatch, StepSettings, load_backend
 from trm.config import load_config
 from trm.tasks import load_task
+from trm.tasks.base import TaskShape
 
 
 def seconds_of_step(learner: Learner, batch: StepBatch, cycles: int, micro_batch_size: int) -> float:
@@ -23,16 +24,19 @@ def seconds_of_step(learner: Learner, batch: StepBatch, cycles: int, micro_batch
     return time.perf_counter() - started
 
 
+def random_batch(slots: int, shape: TaskShape) -> StepBatch:
+    tokens = np.random.default_rng(0).integers(1, shape.vocab_size, (2, slots, shape.seq_len))
+    zeros = np.zeros(slots, dtype=np.int64)
+    return StepBatch(tokens[0], tokens[1], zeros, fresh=np.ones(slots, dtype=bool))
+
+
 def main(recipe: str, overrides: list[str]) -> None:
     config = load_config(recipe, overrides)
     backend = load_backend()
     shape = load_task(config.task).shape(config.data.build or {})
     learner = backend.learner(config.model, config.training, shape, config.seed)
     slots = config.training.effective_batch_size
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, shape.vocab_size, (2, slots, shape.seq_len))
-    zeros = np.zeros(slots, dtype=np.int64)
-    batch = StepBatch(tokens[0], tokens[1], zeros, fresh=np.ones(slots, dtype=bool))
+    batch = random_batch(slots, shape)
     micro_batch_size = min(slots, config.plan.micro_batch_size or 32)
     threads = range(1, (psutil.cpu_count(logical=False) or 1) + 1)
     terminal = config.training.supervision == "terminal"

@@ -191,6 +191,7 @@ class PressureSettings:
     shrink_above_percent: float = 90.0
     grow_below_percent: float = 80.0
     stall_percent: float = 10.0
+    swapped_bytes: int = 64 * MIB  # between two looks
     taken_share: float = 0.5  # of the memory that was available when the plan was made, gone to others
     smoothing: float = 0.5  # weight of the newest look in the moving average
     settle_seconds: float = 3.0  # after a shrink, before the next: memory takes a while to come back
@@ -222,6 +223,7 @@ class MemoryManager:
     collect: Callable[[], int] = return_freed_memory
     _available_at_start: int | None = field(default=None, init=False)
     _average_percent: float | None = field(default=None, init=False)
+    _swapped_before: int | None = field(default=None, init=False)
     _calm_since: float | None = field(default=None, init=False)
     _shrunk_at: float = field(default=-math.inf, init=False)
 
@@ -322,6 +324,14 @@ class MemoryManager:
             return f"programs waited for memory {stats.stall_percent:.0f} % of the last 10 s"
         if stats.pressure in ("warning", "critical"):
             return f"macOS reports memory pressure: {stats.pressure}"
+        if self.budget_bytes is not None and stats.process_bytes > self.budget_bytes:
+            over = f"{stats.process_bytes / MIB:,.0f} of {self.budget_bytes / MIB:,.0f} MiB"
+            return f"this process occupies {over}"
+        now, before = stats.swap_used, self._swapped_before
+        self._swapped_before = now
+        swapped = 0 if now is None or before is None else now - before
+        if swapped > settings.swapped_bytes:
+            return f"the system moved {swapped / MIB:,.0f} MiB to swap"
         return None
 
     def _taken_by_others(self, stats: MemoryStats) -> float:

@@ -88,7 +88,7 @@ class Machine:
 
     def __init__(self, **settings):
         self.now, self.available, self.process = 0.0, 10 * GIB, 2 * GIB
-        self.stall, self.pressure = 0.0, None
+        self.stall, self.pressure, self.swap = 0.0, None, 0
         self.manager = MemoryManager(
             batch_size=settings.pop("batch_size", 16),
             largest=16,
@@ -100,7 +100,7 @@ class Machine:
 
     def look(self, seconds=1.0):
         self.now += seconds
-        stats = MemoryStats(16 * GIB, self.available, self.process, None, self.stall, self.pressure)
+        stats = MemoryStats(16 * GIB, self.available, self.process, self.swap, self.stall, self.pressure)
         return self.manager.react(stats)
 
     def sizes(self, seconds):
@@ -146,6 +146,17 @@ def test_pressure_halves_the_batch_step_by_step(name, value):
     assert machine.sizes(20)[-1] == 1
     setattr(machine, name, 0.0 if name == "stall" else "normal")
     assert machine.sizes(120)[-1] == 16
+
+
+def test_growing_swap_and_a_process_over_its_budget_shrink_the_batch():
+    machine = Machine()
+    machine.look()
+    machine.swap = GIB
+    assert "moved 1,024 MiB to swap" in machine.look().reason
+    assert machine.look(10) is None, "swap that is full but rests is no pressure"
+    machine.manager.budget_bytes = 2 * GIB
+    machine.process = 3 * GIB
+    assert "occupies 3,072 of 2,048 MiB" in machine.look().reason
 
 
 def test_readings_between_the_thresholds_neither_shrink_nor_grow():

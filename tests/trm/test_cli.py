@@ -270,3 +270,28 @@ def test_the_papers_recipe_starts_from_the_thousand_puzzles_and_resumes(tmp_path
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
     assert state["shape"]["seq_len"] == 81
     assert state["slots"]["supervised"] == [2, 2, 2, 2]
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from trm.backends.base import load_backend\n"
+        "from macbook_optimization.errors import LaptopError\n"
+        "try: load_backend()\n"
+        "except LaptopError as error: print(error, error.hint)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "The Python package torch is missing" in said
+    assert "pip install -c constraints/dev.txt" in said
+
+
+@pytest.mark.slow
+def test_the_doctor_describes_this_machine(workspace):
+    facts = json.loads(ok("doctor", "--json", cwd=workspace))
+    assert facts["cpu"]["cores"] >= 1
+    assert facts["measured"]["products"]["float32"]["1"] > 1e8
+    assert facts["plan"]["micro_batch_size"] >= 1
+    text = ok("doctor", cwd=workspace)
+    for title in ("This machine", "Measured", "Plan for sudoku-6x6", "To mend"):
+        assert f"{title}\n" in text
+    assert "None" not in text

@@ -62,7 +62,7 @@ class Question:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def measure(question: Question, say: Say, keep: bool) -> Measured | None:
+def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Measured | None:
     """From the cache or by a probe; None if no size survived."""
     file = cache_directory() / "probes" / f"{question.key()}.json"
     if (known := _read(file)) is not None:
@@ -73,7 +73,7 @@ def measure(question: Question, say: Say, keep: bool) -> Measured | None:
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     try:
-        found = _probe(question, rows)
+        found = _probe(question, budget_bytes, rows)
     except (ChildDied, MemoryBudgetError):
         if not rows:
             return None
@@ -83,13 +83,14 @@ def measure(question: Question, say: Say, keep: bool) -> Measured | None:
     return measured
 
 
-def _probe(question: Question, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _probe(question: Question, budget_bytes: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     arguments = {
         "config": question.config.model_dump(mode="json"),
         "precision": question.precision,
         "gradient_checkpointing": question.gradient_checkpointing,
         "threads": question.threads,
-        "budget_bytes": question.hardware.memory.available_memory,
+        "budget_bytes": budget_bytes,
+        "available_bytes": question.hardware.memory.available_memory,
     }
     variables = environment(max(question.threads), compact=question.allocator == "compact")
     answer: dict[str, Any] = run_in_child(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from macbook_optimization.cpu_optimization import BFLOAT16_GAIN, choose_precision
 from macbook_optimization.hardware_detection import HardwareSpecs
@@ -36,6 +36,7 @@ class Planner:
     shape: TaskShape
     hardware: HardwareSpecs
     say: Say
+    known: dict[str, Measured | None] = field(default_factory=dict)  # what this process has measured itself
 
     def choose(self) -> Plan | None:
         """None if the recipe does not fit into the budget, however it is carried out."""
@@ -98,9 +99,11 @@ class Planner:
             tried = True
             precision, why = self._precision(checkpointing, allocator)
             measured = self.measure(precision, checkpointing, allocator)
-            if measured is not None and self._fits(measured):
+            if measured is not None and self._most(measured) >= 1:
                 plan = self._plan(measured, precision, checkpointing, allocator)
                 return replace(plan, reasons={**plan.reasons, "precision": why})
+            if measured is not None and memory_line(measured.sizes).fixed_bytes > self.budget.resident_bytes:
+                return None  # the examples are not what is too large
         return None
 
     def _memory_savings(self) -> Iterator[tuple[Checkpointing, str]]:
@@ -114,9 +117,6 @@ class Planner:
             if settings.allocator not in (None, allocator) and checkpointing != "none":
                 continue
             yield checkpointing, settings.allocator or allocator
-
-    def _fits(self, measured: Measured) -> bool:
-        return self._most(measured) >= 1
 
     def _most(self, measured: Measured) -> int:
         """Examples at a time that fit the budget and, where there is a limit, the address space."""
@@ -206,7 +206,11 @@ class Planner:
             self.config, self.shape, self.hardware, precision, checkpointing, allocator, threads
         )
         # A limit hides the sizes beyond it.
-        return measure(question, self.say, keep=self.budget.address_space_bytes is None)
+        keep = self.budget.address_space_bytes is None
+        key = question.key()
+        if key not in self.known:
+            self.known[key] = measure(question, self.budget.resident_bytes, self.say, keep)
+        return self.known[key]
 
 
 def _fast_enough(rates: Mapping[int, float], num_slots: int) -> int:

@@ -62,6 +62,7 @@ def probe(
     gradient_checkpointing: Checkpointing,
     threads: Sequence[int],
     budget_bytes: int,
+    available_bytes: int,
     tell: Tell,
 ) -> dict[str, Any]:
     """Tells the two sizes that a line is drawn through, and returns samples per second by size and threads.
@@ -72,7 +73,7 @@ def probe(
     recipe = RunConfig.model_validate(config)
     stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
     MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
-    _limit_address_space(budget_bytes)
+    _limit_address_space(available_bytes)
     stepper.begin()
     empty = peak_bytes()
     try:

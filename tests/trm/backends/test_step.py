@@ -6,7 +6,8 @@ import torch
 from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 
 from macbook_optimization.errors import NonFiniteLossError
-from trm.backends.base import StepSettings
+from trm.backends.base import AllocationFailed, StepSettings
+from trm.backends.pytorch.memory import estimate_memory, state_bytes
 from trm.backends.pytorch.step import TorchLearner
 
 
@@ -60,6 +61,46 @@ def test_any_cuts_of_many_steps_give_the_same_state(variant, supervision, cut):
         take(whole, step)
         take(pieces, step, cut)
     assert_same_state(pieces, whole, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", ["alternate", "all"])
+@pytest.mark.parametrize("variant", MANY)
+def test_layers_that_are_computed_twice_give_the_same_update_to_the_last_bit(variant, checkpointing):
+    config, training = model_config(**VARIANTS[variant]), training_config()
+    plain = TorchLearner(config, training, SHAPE, seed=0)
+    saving = TorchLearner(config, training, SHAPE, seed=0, gradient_checkpointing=checkpointing)
+    for step in (1, 2):
+        assert take(saving, step).loss == take(plain, step).loss
+    assert_same_state(saving, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_is_estimated_without_taking_any(variant):
+    config, training = model_config(**VARIANTS[variant]), training_config()
+    weights = sum(p.numel() for p in TorchLearner(config, training, SHAPE, seed=0).model.parameters())
+    none, every = (estimate_memory(config, training, SHAPE, layers) for layers in ("none", "all"))
+    assert none.fixed_bytes >= 5 * 4 * weights
+    assert none.fixed_bytes == state_bytes(config, training, SHAPE)
+    assert none.bytes_per_example > every.bytes_per_example > 0
+
+
+def test_a_failed_allocation_leaves_the_state_alone_unless_it_came_in_the_update(monkeypatch):
+    ours, untouched = learner(), learner()
+
+    def no_memory(*arguments, **settings):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.model, "embed", no_memory)
+        with pytest.raises(AllocationFailed) as failed:
+            take(ours)
+    assert not failed.value.torn
+    assert_same_state(ours, untouched, rtol=0, atol=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.optimizer, "update", no_memory)
+        with pytest.raises(AllocationFailed) as failed:
+            take(ours)
+    assert failed.value.torn
 
 
 def test_an_interrupted_step_has_not_happened():
