@@ -1,7 +1,7 @@
 """What each setting of the process does to a training step: `python bench/cpu_settings.py [RECIPE]`.
 
 Every variant is a process of its own, because most settings must stand before torch is loaded. The variants
-are interleaved over five rounds; the ratio is to the plain variant of the same round.
+are interleaved over five rounds; the ratio is between medians, the spread that of single runs.
 """
 
 import json
@@ -41,7 +41,8 @@ def one_variant(recipe: str) -> None:
     if "BENCH_INTEROP" in os.environ:
         torch.set_num_interop_threads(1)
     torch.set_flush_denormal("BENCH_FLUSH" in os.environ)
-    torch.backends.mkldnn.flags(enabled="BENCH_NO_ONEDNN" not in os.environ).__enter__()
+    if "BENCH_NO_ONEDNN" in os.environ:
+        torch.backends.mkldnn.set_flags(False)
     config, backend = load_config(recipe), load_backend()
     backend.prepare(threads=threads, deterministic=False)
     shape = load_task(config.task).shape(config.data.build or {})
@@ -66,15 +67,16 @@ def measure(variables: dict[str, str], recipe: str) -> dict[str, float]:
 
 def main(recipe: str) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    for _ in range(ROUNDS):
-        for name, variables in VARIANTS.items():
-            found[name].append(measure(variables, recipe))
+    names = list(VARIANTS)
+    for start in range(ROUNDS):  # each round begins elsewhere, so that no variant is always the last
+        for name in names[2 * start :] + names[: 2 * start]:
+            found[name].append(measure(VARIANTS[name], recipe))
     for name, results in found.items():
-        ratios = sorted(p["ms"] / r["ms"] for p, r in zip(found["plain"], results, strict=True))
+        times = sorted(r["ms"] for r in results)
+        median, plain = statistics.median(times), statistics.median(r["ms"] for r in found["plain"])
         sys.stdout.write(
-            f"{name:26} {statistics.median(r['ms'] for r in results):6.1f} ms a step, speed "
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}), peak "
-            f"{statistics.median(r['peak_mib'] for r in results):.0f} MiB\n"
+            f"{name:26} {median:6.1f} ms a step ({times[0]:.1f} to {times[-1]:.1f}), "
+            f"speed {plain / median:.2f}, peak {statistics.median(r['peak_mib'] for r in results):.0f} MiB\n"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_reference import reference
 
+from trm.config import PlanSettings
 from trm.tasks.sudoku import TASK
 from trm.tasks.sudoku_puzzles import generate
 
@@ -59,6 +60,20 @@ def test_the_commands_of_the_recipe_page_work(tmp_path):
     assert len(found) == 5
     for command in found:
         run(command, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_machine_page_work(tmp_path):
+    found = commands_in(ROOT / "docs" / "machine.md")
+    assert len(found) == 2
+    for command in found:
+        run(command, tmp_path)
+
+
+def test_every_plan_setting_is_explained():
+    text = (ROOT / "docs" / "machine.md").read_text(encoding="utf-8")
+    for name in PlanSettings.model_fields:
+        assert f"| `plan.{name}` |" in text
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
-from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.config import RunConfig
 from trm.runs import Plan, Run, open_run, set_aside
@@ -50,7 +50,7 @@ def prepare(
     if fresh and (aside := set_aside(path)):
         display.message(f"The earlier run is now {aside}.")
     hardware = HardwareDetector().detect(with_torch=False)
-    config = _with_model(config, path, hardware.memory.total_memory, display)
+    config = _with_model(config, path, hardware, display)
     planner = Planner(_as_recorded(config, path) if fit else config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
@@ -71,17 +71,16 @@ def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
         task.build(config.data.build, config.data.path, display.update)
 
 
-def _with_model(config: RunConfig, path: Path, total_memory: int, display: Display) -> RunConfig:
+def _with_model(config: RunConfig, path: Path, hardware: HardwareSpecs, display: Display) -> RunConfig:
     """A recipe without a model gets the size for this machine, or the one that its run already has."""
     if "model" in config.model_fields_set:
         return config
     if (path / "recipe.yaml").exists():
         return config.model_copy(update={"model": Run(path).config.model})
-    sizes = TrainingConfigAdapter().adapt_model_config({})
+    sizes = TrainingConfigAdapter(hardware).adapt_model_config({})
     chosen = ", ".join(f"{name} {value:g}" for name, value in sizes.items())
-    display.message(
-        f"The recipe names no model; for this machine ({profile_for(total_memory).name} profile): {chosen}."
-    )
+    profile = profile_for(hardware.memory.total_memory).name
+    display.message(f"The recipe names no model; for this machine ({profile} profile): {chosen}.")
     return config.model_copy(update={"model": config.model.model_copy(update=sizes)})
 
 
@@ -129,6 +128,8 @@ def supervise(job: Job, limits: Limits) -> Outcome:
                 in_front=True,
             )
             return Outcome(**{**facts, "run": Path(facts["run"])})
+        except MemoryBudgetError:  # a plan by hand, for a model that cannot even be built
+            raise too_large(job.planner) from None
         except ChildDied as death:
             smaller = plan_after(death, plan, job.config.training.effective_batch_size)
             if smaller == plan:
