@@ -32,11 +32,24 @@ _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
 class ChildDied(Exception):  # noqa: N818 - what happened, for whoever started it to judge
     """The child ended without an answer: `signal` is what killed it, or None and `code` says more."""
 
-    def __init__(self, returncode: int, traceback_shown: bool, last_words: str) -> None:
+    def __init__(
+        self, returncode: int, traceback_shown: bool, last_words: str, timed_out: bool = False
+    ) -> None:
         self.signal = signal.Signals(-returncode) if returncode < 0 else None
         self.code, self.traceback_shown, self.last_words = returncode, traceback_shown, last_words
+        self.timed_out = timed_out
         how = f"was killed by {self.signal.name}" if self.signal else f"ended with exit code {returncode}"
+        how = "took too long" if timed_out else how
         super().__init__(f"{how}{': ' + last_words if last_words else ''}")
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether too little memory may have done it: the system kills, libraries abort or leave."""
+        if self.timed_out:
+            return False
+        if self.traceback_shown:
+            return "memory" in self.last_words.lower()
+        return self.signal not in (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_in_child(
@@ -55,10 +68,12 @@ def run_in_child(
     """
     read_end, write_end = os.pipe()
     spoken = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
-    command = [sys.executable, "-P", "-m", __name__, target, str(write_end), str(os.getpid())]
+    manner = "in front" if in_front else "silent"
+    command = [sys.executable, "-P", "-m", __name__, target, str(write_end), str(os.getpid()), manner]
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
+        stdout=None if in_front else subprocess.DEVNULL,
         stderr=None if in_front else spoken,
         env={**os.environ, **(environment or {})},
         pass_fds=(write_end,),
@@ -66,7 +81,13 @@ def run_in_child(
         text=True,
     )
     os.close(write_end)
-    alarm = threading.Timer(timeout_seconds or 0, child.kill)
+    late = threading.Event()
+
+    def end_it() -> None:
+        late.set()
+        child.kill()
+
+    alarm = threading.Timer(timeout_seconds or 0, end_it)
     alarm.daemon = True
     if timeout_seconds is not None:
         alarm.start()
@@ -74,7 +95,7 @@ def run_in_child(
         signals = _forwarded_signals(child) if in_front else nullcontext()
         with os.fdopen(read_end, encoding="utf-8") as answers, signals:
             _send(child, arguments)
-            return _answer(child, answers, spoken, tell)
+            return _answer(child, answers, spoken, tell, late)
     finally:
         alarm.cancel()
         child.kill()  # it has ended by itself, unless we were interrupted
@@ -88,7 +109,9 @@ def _send(child: subprocess.Popen[str], arguments: Mapping[str, Any]) -> None:
         json.dump(arguments, child.stdin)
 
 
-def _answer(child: subprocess.Popen[str], answers: Iterable[str], spoken: IO[str], tell: Tell) -> Any:
+def _answer(
+    child: subprocess.Popen[str], answers: Iterable[str], spoken: IO[str], tell: Tell, late: threading.Event
+) -> Any:
     crashed = False
     for line in answers:
         kind, value = json.loads(line)
@@ -103,7 +126,10 @@ def _answer(child: subprocess.Popen[str], answers: Iterable[str], spoken: IO[str
         crashed = crashed or kind == "crash"
     returncode = child.wait()
     spoken.seek(0)
-    raise ChildDied(returncode, crashed, " ".join(spoken.read().strip().splitlines()[-1:]))
+    if os.isatty(2):
+        os.write(2, b"\033[?25h")  # a live display of the child's may have hidden the cursor
+    last_words = " ".join(spoken.read().strip().splitlines()[-1:])
+    raise ChildDied(returncode, crashed, last_words, late.is_set())
 
 
 @contextmanager
@@ -145,9 +171,18 @@ def parent_is_gone() -> bool:
 _parent: int | None = None
 
 
-def _main(target: str, descriptor: str, parent: str) -> None:
+def _end_with_parent() -> None:
+    while not parent_is_gone():
+        time.sleep(1)
+    os._exit(1)
+
+
+def _main(target: str, descriptor: str, parent: str, manner: str) -> None:
     global _parent
     _parent = int(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved before the function says so
+    if manner == "silent":
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background group may still write to the terminal
     module, _, name = target.partition(":")
     arguments = json.load(sys.stdin)
@@ -165,7 +200,9 @@ def _main(target: str, descriptor: str, parent: str) -> None:
     sys.excepthook = on_crash
     try:
         function = getattr(importlib.import_module(module), name)
-        write("result", function(**arguments, tell=lambda row: write("row", row)))
+        result = function(**arguments, tell=lambda row: write("row", row))
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            write("result", result)
     except errors.LaptopError as error:
         write("error", {"kind": type(error).__name__, "message": str(error), "hint": error.hint})
 

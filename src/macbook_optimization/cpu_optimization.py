@@ -115,7 +115,7 @@ class CPUOptimizer:
             dataloader_workers=self.configure_dataloader_workers(),
             mkl_enabled=mkl,
             onednn_enabled=is_available(torch.backends.mkldnn),
-            vectorization_enabled=torch.backends.cpu.get_cpu_capability() != "DEFAULT",
+            vectorization_enabled=torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX"),
             settings=self.optimize_tensor_operations(),
         )
 
@@ -125,7 +125,9 @@ class TensorOperationOptimizer:
         self.cpu = cpu or HardwareDetector().detect_cpu_specs()
 
     def optimize_for_training(self) -> tuple[Setting, ...]:
-        """Applies what helps, and tells what was set and what was left alone, each with its reason."""
+        """Sets what helps, and tells what was set and what was left alone, each with its reason. Variables
+        count for children, and for this process if it has not loaded torch before."""
+        os.environ.update(environment(self.cpu.compute_threads))
         threads = CPUOptimizer(self.cpu).configure_torch_threads()
         counted = Setting("torch_threads", str(threads), "one for every core that computes at full speed")
         return (counted, *settings_before_torch(threads), *LEFT_ALONE)

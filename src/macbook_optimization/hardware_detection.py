@@ -179,7 +179,9 @@ def available_memory(root: Path = Path("/")) -> int:
     if not on_macos():
         return linux_memory(root).available_memory
     known = macos.available_bytes(macos.run_tool(*macos.VM_STAT))
-    return psutil.virtual_memory().available if known is None else known
+    if known is None or macos.memory_pressure(_sysctl()) == "normal":
+        return psutil.virtual_memory().available  # with inactive pages, which macOS still gives away readily
+    return known
 
 
 def macos_cpu(facts: Mapping[str, str]) -> CPUSpecs:

@@ -117,7 +117,7 @@ def read_memory(root: Path = Path("/")) -> MemoryStats:
 
 
 def own_bytes() -> int:
-    """On macOS the unique set: resident pages that the system has compressed away would be missed."""
+    """On macOS the unique set, without shared libraries. Compressed pages are in neither figure there."""
     process = psutil.Process()
     return int(process.memory_full_info().uss if on_macos() else process.memory_info().rss)
 
@@ -194,7 +194,7 @@ class PressureSettings:
     swapped_bytes: int = 64 * MIB  # between two looks
     taken_share: float = 0.5  # of the memory that was available when the plan was made, gone to others
     smoothing: float = 0.5  # weight of the newest look in the moving average
-    settle_seconds: float = 3.0  # after a shrink, before the next: memory takes a while to come back
+    settle_seconds: float = 10.0  # after a shrink, before the next: stalls are an average over as long
     grow_after_seconds: float = 15.0  # of calm
 
 
@@ -282,7 +282,9 @@ class MemoryManager:
         if taken > self.settings.taken_share / 2:
             self._calm_since = None
             return None
-        return self._answer_usage(stats.percent_used, fits)
+        # A Mac fills its memory as a matter of course, and says itself when that is too much.
+        percent = stats.percent_used if stats.pressure is None else 0.0
+        return self._answer_usage(percent, fits)
 
     def shrink(self, reason: str, to: int | None = None) -> Adjustment | None:
         """Halves the batch, or takes the given one; None if it cannot, or only just did."""
@@ -294,11 +296,11 @@ class MemoryManager:
         return self._change(after, reason)
 
     def after_failed_allocation(self) -> Adjustment | None:
-        """Half of what just failed, at once; None if that was a single example."""
-        self._calm_since = None
+        """Half of what just failed, at once and for good; None if that was a single example."""
         if self.batch_size == 1:
             return None
-        return self._change(self.batch_size // 2, "an allocation failed")
+        self.largest = self.batch_size // 2
+        return self._change(self.largest, "an allocation failed")
 
     def _change(self, after: int, reason: str) -> Adjustment:
         before, self.batch_size = self.batch_size, after
@@ -320,6 +322,7 @@ class MemoryManager:
 
     def _pressure(self, stats: MemoryStats) -> str | None:
         settings = self.settings
+        swapped = self._swapped_since_last(stats)
         if stats.stall_percent is not None and stats.stall_percent > settings.stall_percent:
             return f"programs waited for memory {stats.stall_percent:.0f} % of the last 10 s"
         if stats.pressure in ("warning", "critical"):
@@ -327,12 +330,14 @@ class MemoryManager:
         if self.budget_bytes is not None and stats.process_bytes > self.budget_bytes:
             over = f"{stats.process_bytes / MIB:,.0f} of {self.budget_bytes / MIB:,.0f} MiB"
             return f"this process occupies {over}"
-        now, before = stats.swap_used, self._swapped_before
-        self._swapped_before = now
-        swapped = 0 if now is None or before is None else now - before
         if swapped > settings.swapped_bytes:
             return f"the system moved {swapped / MIB:,.0f} MiB to swap"
         return None
+
+    def _swapped_since_last(self, stats: MemoryStats) -> int:
+        now, before = stats.swap_used, self._swapped_before
+        self._swapped_before = now
+        return 0 if now is None or before is None else now - before
 
     def _taken_by_others(self, stats: MemoryStats) -> float:
         before = self._available_at_start or 1

@@ -89,8 +89,9 @@ def test_an_exit_of_a_library_is_a_death_with_its_words():
 
 def test_a_child_that_hangs_is_ended():
     started = time.monotonic()
-    with pytest.raises(ChildDied):
+    with pytest.raises(ChildDied, match="took too long") as caught:
         in_child("hang", timeout_seconds=1.0)
+    assert not caught.value.of_memory
     assert time.monotonic() - started < 20
 
 

@@ -19,6 +19,7 @@ from macbook_optimization.cpu_optimization import (
 from macbook_optimization.errors import LaptopError
 from macbook_optimization.hardware_detection import GIB, HardwareDetector, HardwareSpecs
 from macbook_optimization.memory_management import MIB, read_memory
+from macbook_optimization.resource_monitoring import ResourceMonitor, ThermalState
 from macbook_optimization.training_config_adapter import (
     OptimizedTrainingConfig,
     TrainingConfigAdapter,
@@ -52,6 +53,7 @@ class Examination:
     defaults: OptimizedTrainingConfig
     settings: tuple[Setting, ...]
     advice: tuple[Advice, ...]
+    thermal: ThermalState
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,6 +65,7 @@ class Examination:
             "defaults": asdict(self.defaults),
             "settings": [asdict(setting) for setting in self.settings],
             "advice": [asdict(advice) for advice in self.advice],
+            "thermal": asdict(self.thermal),
         }
 
 
@@ -77,7 +80,11 @@ def examine(say: Say) -> Examination:
         plan = _plan_of_default_recipe(hardware, say)
     except LaptopError as error:
         problems.append(Advice(f"{DEFAULT_RECIPE} cannot be trained here: {error}", error.hint or ""))
+    thermal = ResourceMonitor().get_thermal_state()
+    if thermal.is_throttling:
+        problems.append(Advice("The CPU is slowed down by heat", "give it air, and pause other programs"))
     return Examination(
+        thermal=thermal,
         hardware=hardware,
         platform=platform,
         speeds=speeds,
@@ -125,7 +132,8 @@ def _advice(hardware: HardwareSpecs, platform: Mapping[str, Any] | None, speeds:
     if hardware.power.on_battery:
         found.append(Advice("On battery: the system may slow the CPU down", "plug the charger in"))
     float32 = speeds.products.get("float32", {})
-    if float32 and float32[max(float32)] < 0.7 * max(float32) * float32[min(float32)]:
+    follows = platform is not None and not platform["has_accelerate"]  # Accelerate has threads of its own
+    if follows and float32 and float32[max(float32)] < 0.7 * max(float32) * float32[min(float32)]:
         most = max(float32)
         found.append(
             Advice(
@@ -178,6 +186,7 @@ def _machine_lines(found: Examination) -> list[str]:
         f"model {_known(platform.get('machine_model'))}, Python {_known(platform.get('python_version'))}",
         f"PyTorch    {_known(platform.get('torch_version'))}, BLAS {blas}, devices {', '.join(devices)}",
         f"power      {source}{charge}",
+        f"heat       {_heat(found.thermal)}",
     ]
 
 
@@ -212,6 +221,12 @@ def _setting_line(setting: Setting) -> str:
 
 def _known(value: Any) -> str:
     return NOT_REPORTED if value is None else str(value)
+
+
+def _heat(state: ThermalState) -> str:
+    degrees = NOT_REPORTED if state.temperature is None else f"{state.temperature:.0f} degrees Celsius"
+    slowed = {True: "slowed down", False: "not slowed down", None: "slowing down not reported"}
+    return f"{degrees}, level {_known(state.level)}, {slowed[state.is_throttling]}"
 
 
 def _mhz(value: float | None) -> str:

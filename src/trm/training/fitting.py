@@ -26,14 +26,15 @@ Smaller = tuple[list[str], RunConfig]  # the changes as overrides, and the recip
 
 def too_large(planner: Planner) -> MemoryBudgetError:
     try:
-        needed, choices = needed_mb(planner), smaller_recipes(planner)
+        (needed,), choices = estimate(planner, [planner.config]), smaller_recipes(planner)
     except ChildDied as death:
         return MemoryBudgetError(f"There is too little memory to load PyTorch: its process {death}.")
     alternatives = "; ".join(" ".join(changes) for changes, _ in choices[:3])
     smaller = f" Recipes that should fit: {alternatives}." if choices else ""
     limit, reason = _limit(planner)
+    amount = f"about {needed} MiB" if needed > limit else f"more than {limit} MiB"
     return MemoryBudgetError(
-        f"This recipe needs about {needed} MiB even with one example at a time; {limit} MiB are allowed "
+        f"This recipe needs {amount} even with one example at a time; {limit} MiB are allowed "
         f"({reason}).{smaller}",
         hint="Allow more, close other programs, or take a smaller recipe with --fit.",
     )
@@ -49,12 +50,6 @@ def fitted(planner: Planner) -> Planner:
             planner.say.message("The recipe does not fit; --fit changes it:\n  " + "\n  ".join(changes))
             return candidate
     raise too_large(planner)
-
-
-def needed_mb(planner: Planner) -> int:
-    """What to allow for this recipe, known to be more than the limit that it has just failed under."""
-    (needed,) = estimate(planner, [planner.config])
-    return max(needed, math.ceil(1.05 * _limit(planner)[0]))
 
 
 def _limit(planner: Planner) -> tuple[int, str]:

@@ -65,7 +65,7 @@ def train_in_child(
     try:
         with ProgressDisplay() as display:
             outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display)
-    except AllocationFailed:
+    except (AllocationFailed, MemoryError):
         sys.exit(NO_MEMORY)
     return {**asdict(outcome), "run": str(outcome.run)}
 

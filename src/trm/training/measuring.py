@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ import psutil
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
-from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.errors import MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.memory_management import MIB
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import RunConfig
 from trm.tasks.base import TaskShape
@@ -54,7 +56,7 @@ class Question:
         facts = {
             "model": config.model.model_dump(mode="json"),
             "training": config.training.model_dump(mode="json", exclude={"learning_rate", "max_steps"}),
-            "shape": asdict(self.shape),
+            "shape": [asdict(self.shape), _mapped_mib(config.data.path)],
             "how": [self.precision, self.gradient_checkpointing, self.allocator, self.threads],
             "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, self.hardware.memory.total_memory],
             "versions": [version(name) for name in ("torch", "numpy", "macbook-trm")] + [sys.version],
@@ -62,23 +64,34 @@ class Question:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _mapped_mib(dataset: Path) -> int:
+    """Mapped files count as memory of the process, as far as they have been read."""
+    return sum(file.stat().st_size for file in dataset.glob("*/*.npy")) // MIB
+
+
 def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Measured | None:
     """From the cache or by a probe; None if no size survived."""
+    num_slots = question.config.training.effective_batch_size
     file = cache_directory() / "probes" / f"{question.key()}.json"
     if (known := _read(file)) is not None:
         return known
     busy = psutil.cpu_percent(interval=0.2) > BUSY_PERCENT
-    kept = "other programs are busy, so it is not kept" if busy else "kept for the next start"
-    say.message(f"Measuring what a step takes on this machine ({kept}).")
+    hint = " Other programs are busy, so it will be measured again at the next start." if busy else ""
+    say.message(f"Measuring what a step takes on this machine.{hint}")
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     try:
         found = _probe(question, budget_bytes, rows)
-    except (ChildDied, MemoryBudgetError):
-        if not rows:
-            return None
+    except MemoryBudgetError:
+        return None
+    except ChildDied as death:
+        if not (death.of_memory or death.signal == signal.SIGILL):
+            raise RunError(f"The probe of a step {death}.", hint="This is a bug.") from death
+    if not rows:
+        return None
     measured = _measured(rows, found)
-    if keep and not busy:
+    whole = found and (len(rows) > 2 or rows[-1]["micro_batch_size"] == num_slots)
+    if whole and keep and not busy:  # not what a tight budget or a death left unfinished
         _write(file, measured)
     return measured
 

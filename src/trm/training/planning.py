@@ -23,9 +23,6 @@ from trm.training.probe import address_line, memory_line
 
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
 NEARLY_AS_FAST = 0.95
-LESS_MEMORY: tuple[tuple[Checkpointing, str], ...] = (
-    ("none", "system"), ("alternate", "system"), ("all", "system"), ("all", "compact"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +99,35 @@ class Planner:
             if measured is not None and self._most(measured) >= 1:
                 plan = self._plan(measured, precision, checkpointing, allocator)
                 return replace(plan, reasons={**plan.reasons, "precision": why})
-            if measured is not None and memory_line(measured.sizes).fixed_bytes > self.budget.resident_bytes:
-                return None  # the examples are not what is too large
+            if measured is not None and self._state_is_too_large(measured):
+                return None
         return None
 
     def _memory_savings(self) -> Iterator[tuple[Checkpointing, str]]:
         """From the fastest way to the smallest, within what the user has fixed."""
         settings = self.config.plan
-        for checkpointing, allocator in LESS_MEMORY:
-            if allocator == "compact" and sys.platform != "linux":
-                continue
-            if settings.gradient_checkpointing not in (None, checkpointing):
-                continue
-            if settings.allocator not in (None, allocator) and checkpointing != "none":
-                continue
-            yield checkpointing, settings.allocator or allocator
+        chosen, by_hand = settings.gradient_checkpointing, settings.allocator
+        layers: list[Checkpointing] = ["none", "alternate", "all"] if chosen is None else [chosen]
+        yield from ((each, by_hand or "system") for each in layers)
+        if by_hand is None and sys.platform == "linux":
+            yield layers[-1], "compact"
+
+    def _state_is_too_large(self, measured: Measured) -> bool:
+        """Then it is not the examples that do not fit, and computing layers twice does not help."""
+        line = memory_line(measured.sizes)
+        return len(measured.sizes) > 1 and line.fixed_bytes > self.budget.resident_bytes
 
     def _most(self, measured: Measured) -> int:
         """Examples at a time that fit the budget and, where there is a limit, the address space."""
         budget, addresses = self.budget, address_line(measured.sizes)
+        survived = measured.sizes[-1]
+        if len(measured.sizes) == 1 and self.config.training.effective_batch_size > 1:  # and more did not
+            return survived.micro_batch_size if survived.peak_bytes <= budget.resident_bytes else 0
         most = memory_line(measured.sizes).largest_batch(budget.resident_bytes * (1 - MARGIN))
         if budget.address_space_bytes is not None and addresses is not None:
-            # The smallest size that was measured under this very limit needs no margin.
-            known = measured.sizes[0].micro_batch_size
-            most = min(most, max(known, addresses.largest_batch(budget.address_space_bytes * (1 - MARGIN))))
+            # What was measured under this very limit needs no margin.
+            limit = addresses.largest_batch(budget.address_space_bytes * (1 - MARGIN))
+            most = min(most, max(survived.micro_batch_size, limit))
         return most
 
     def _plan(self, measured: Measured, precision: str, checkpointing: Checkpointing, allocator: str) -> Plan:
@@ -133,8 +135,7 @@ class Planner:
         line = memory_line(measured.sizes)
         wanted, why = settings.micro_batch_size, "set by hand"
         if wanted is None:
-            wanted = _fast_enough(measured.by_size, self.config.training.effective_batch_size)
-            why = "larger ones are not faster, as measured"
+            wanted, why = _fast_enough(measured.by_size, self.config.training.effective_batch_size)
         most = self._most(measured)
         if most < wanted:
             why = f"more do not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
@@ -170,7 +171,7 @@ class Planner:
         if self.config.plan.threads is not None:
             return self.config.plan.threads, "set by hand"
         if not measured.by_threads:
-            return 1, "this machine computes with one"
+            return self.thread_choices()[-1], "all cores that compute at full speed"
         # Fewer threads leave more to the user, unless more are clearly faster.
         best = max(measured.by_threads.values())
         chosen = min(t for t, rate in measured.by_threads.items() if rate >= NEARLY_AS_FAST * best)
@@ -180,7 +181,9 @@ class Planner:
     def thread_choices(self) -> list[int]:
         most = self.hardware.cpu.compute_threads
         by_hand = self.config.plan.threads
-        return [by_hand] if by_hand else sorted({1, max(1, most // 2), most})
+        if by_hand or sys.platform == "darwin":  # Accelerate would not follow, so there is nothing to compare
+            return [by_hand or most]
+        return sorted({1, max(1, most // 2), most})
 
     def _precision(self, checkpointing: Checkpointing, allocator: str) -> tuple[str, str]:
         """float32 unless the user or the recipe asks for less, and a measured step says that it pays."""
@@ -196,7 +199,7 @@ class Planner:
             return asked, "set by hand"
         chosen = choose_precision(rates)
         if "bfloat16" not in rates:
-            return "float32", "a step in bfloat16 does not survive on this CPU"
+            return "float32", "no step in bfloat16 survived on this CPU"
         ratio = rates["bfloat16"] / rates.get("float32", math.inf)
         return chosen, f"a step in bfloat16 was {ratio:.2f} times as fast; {BFLOAT16_GAIN} is asked for"
 
@@ -213,13 +216,15 @@ class Planner:
         return self.known[key]
 
 
-def _fast_enough(rates: Mapping[int, float], num_slots: int) -> int:
+def _fast_enough(rates: Mapping[int, float], num_slots: int) -> tuple[int, str]:
     """The smallest size that is about as fast as any; beyond what was measured, as far as it may matter."""
     best = max(rates.values())
     chosen = min(size for size, rate in rates.items() if rate >= NEARLY_AS_FAST * best)
-    if chosen == max(rates):
-        chosen = max(chosen, LARGE_ENOUGH)
-    return min(chosen, num_slots)
+    if chosen == num_slots:
+        return chosen, "the whole effective batch"
+    if chosen < max(rates):
+        return chosen, "larger ones are not faster, as measured"
+    return min(max(chosen, LARGE_ENOUGH), num_slots), f"faster with every size up to {chosen}, as measured"
 
 
 def _rate(measured: Measured, micro_batch_size: int, threads: int) -> float:

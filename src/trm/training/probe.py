@@ -9,7 +9,6 @@ fails at once instead of driving the machine into swap.
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -39,10 +38,10 @@ from trm.tasks.base import TaskShape, open_split
 from trm.training.loop import EVALUATION_CUT, Trainer
 from trm.training.watching import SilentDisplay
 
-FIRST_SIZE = 4  # below it, a step's fixed memory hides what an example takes
+FIRST_SIZE = 4
 SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
 SPREAD = 32  # and so does this
-STEPS_FOR_TIME = 3
+ROUNDS_FOR_THREADS, SECONDS_FOR_THREADS = 3, 0.4
 TRAINERS_OWN_BYTES = 10 * MIB  # display, log and checkpoints, by bench/memory_prediction.py
 
 
@@ -65,28 +64,29 @@ def probe(
     available_bytes: int,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Tells the two sizes that a line is drawn through, and returns samples per second by size and threads.
+    """Tells the sizes that a line is drawn through, and returns samples per second by size and threads.
 
-    Memory is measured at two sizes only, before anything else: a process that has seen many sizes has a heap
-    full of holes, and its peak says little about one that keeps to a single size.
+    Memory is measured at three sizes only, before anything else: a process that has seen many sizes has a
+    heap full of holes, and its peak says little about one that keeps to a single size.
     """
     recipe = RunConfig.model_validate(config)
     stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
     MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
     _limit_address_space(available_bytes)
     stepper.begin()
-    empty = peak_bytes()
+    empty, num_slots = peak_bytes(), recipe.training.effective_batch_size
+    sizes: list[Size] = []
     try:
-        first = stepper.measure_first()
-    except AllocationFailed:
-        raise MemoryBudgetError("Not even one example fits.") from None
-    tell(asdict(first))
-    sizes = [first]
-    with suppress(AllocationFailed):
-        second = second_size(first, recipe.training.effective_batch_size, empty, budget_bytes)
-        if second > first.micro_batch_size:
-            sizes.append(stepper.measure(second))
+        for size in dict.fromkeys((1, min(FIRST_SIZE, num_slots))):
+            sizes.append(stepper.measure(size))
             tell(asdict(sizes[-1]))
+        size = second_size(sizes[-1], num_slots, empty, budget_bytes)
+        if size > sizes[-1].micro_batch_size:
+            sizes.append(stepper.measure(size))
+            tell(asdict(sizes[-1]))
+    except AllocationFailed:
+        if not sizes:
+            raise MemoryBudgetError("Not even one example fits.") from None
     rates = {size.micro_batch_size: size.samples_per_second for size in sizes}
     with suppress(AllocationFailed):
         rates |= stepper.measure_between(sizes)
@@ -103,11 +103,12 @@ def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int
 
 
 def memory_line(sizes: Sequence[Size]) -> MemoryModel:
-    return line_through([(size.micro_batch_size, size.peak_bytes + TRAINERS_OWN_BYTES) for size in sizes])
+    """Through the two largest sizes: below four examples, a step's fixed memory hides theirs."""
+    return line_through([(s.micro_batch_size, s.peak_bytes + TRAINERS_OWN_BYTES) for s in sizes[-2:]])
 
 
 def address_line(sizes: Sequence[Size]) -> MemoryModel | None:
-    measured = [(s.micro_batch_size, s.peak_address_space) for s in sizes]
+    measured = [(s.micro_batch_size, s.peak_address_space) for s in sizes[-2:]]
     known = [(n, peak) for n, peak in measured if peak is not None]
     return line_through(known) if known else None
 
@@ -158,15 +159,6 @@ class _Stepper:
         self.learner.step(batch, settings, lambda done: size)
         return (time.perf_counter() - started) / len(batch.inputs)
 
-    def measure_first(self) -> Size:
-        size = min(FIRST_SIZE, self.config.training.effective_batch_size)
-        try:
-            return self.measure(size)
-        except AllocationFailed:
-            if size == 1:
-                raise
-        return self.measure(1)
-
     def measure(self, size: int) -> Size:
         """Two cuts in a step, then one: a single step under-reads the steady peak by a tenth."""
         self._some_slots(size, cuts=2)
@@ -182,7 +174,7 @@ class _Stepper:
 
     def measure_between(self, sizes: Sequence[Size]) -> dict[int, float]:
         """Samples per second of the sizes between the two, by doubling."""
-        size, rates = 2 * sizes[0].micro_batch_size, {}
+        size, rates = 2 * FIRST_SIZE, {}
         while size < sizes[-1].micro_batch_size:
             self._some_slots(size, cuts=1)
             rates[size] = 1 / self._some_slots(size, cuts=1)
@@ -190,13 +182,21 @@ class _Stepper:
         return rates
 
     def measure_threads(self, size: int, threads: Sequence[int]) -> dict[int, float]:
-        """Interleaved, because machines are noisy."""
-        seconds: dict[int, list[float]] = {count: [] for count in threads}
-        for _ in range(STEPS_FOR_TIME if len(threads) > 1 else 0):
+        """The best of several, interleaved: noise only ever makes a step slower."""
+        best: dict[int, float] = {}
+        for _ in range(ROUNDS_FOR_THREADS if len(threads) > 1 else 0):
             for count in threads:
                 self.backend.prepare(threads=count, deterministic=self.config.training.deterministic)
-                seconds[count].append(self._some_slots(size, cuts=1))
-        return {count: 1 / statistics.median(times) for count, times in seconds.items() if times}
+                best[count] = max(best.get(count, 0.0), self._best_rate(size))
+        return best
+
+    def _best_rate(self, size: int) -> float:
+        """After a first step, in which threads start, unless that one already took the time."""
+        started = time.monotonic()
+        seconds = [self._some_slots(size, cuts=1)]
+        while time.monotonic() - started < SECONDS_FOR_THREADS:
+            seconds.append(self._some_slots(size, cuts=1))
+        return 1 / min(seconds)
 
 
 def estimate(

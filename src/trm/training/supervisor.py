@@ -17,11 +17,11 @@ from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
-from trm.config import RunConfig
+from trm.config import RunConfig, differences
 from trm.runs import Plan, Run, open_run, set_aside
 from trm.tasks import load_task
 from trm.tasks.base import Task
-from trm.training.fitting import fitted, needed_mb, too_large
+from trm.training.fitting import estimate, fitted, too_large
 from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
 from trm.training.planning import Planner
 from trm.training.watching import Display
@@ -51,7 +51,8 @@ def prepare(
         display.message(f"The earlier run is now {aside}.")
     hardware = HardwareDetector().detect(with_torch=False)
     config = _with_model(config, path, hardware, display)
-    planner = Planner(_as_recorded(config, path) if fit else config, train_split.shape, hardware, display)
+    config = _as_fitted(config, path, display) if fit else config
+    planner = Planner(config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
     plan = planner.choose()
@@ -84,12 +85,23 @@ def _with_model(config: RunConfig, path: Path, hardware: HardwareSpecs, display:
     return config.model_copy(update={"model": config.model.model_copy(update=sizes)})
 
 
-def _as_recorded(config: RunConfig, path: Path) -> RunConfig:
-    """With the sizes of the run that is there: it may have been fitted when more, or less, was free."""
+def _as_fitted(config: RunConfig, path: Path, display: Display) -> RunConfig:
+    """With the sizes that --fit chose when this run began, whatever is free now."""
     if not (path / "recipe.yaml").exists():
         return config
     before = Run(path).config
-    return config.model_copy(update={"model": before.model, "training": before.training})
+    model = {name: getattr(before.model, name) for name in ("hidden_size", "num_heads", "puzzle_emb_ndim")}
+    training = {name: getattr(before.training, name) for name in ("effective_batch_size", "learning_rate")}
+    fitted_before = config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "training": config.training.model_copy(update=training),
+        }
+    )
+    changed = differences(fitted_before.what_is_learned(), config.what_is_learned())
+    if changed:
+        display.message(f"{path} keeps what it was fitted to:\n  " + "\n  ".join(changed))
+    return fitted_before
 
 
 def _forecast(config: RunConfig, plan: Plan) -> str | None:
@@ -162,7 +174,8 @@ def plan_after(death: ChildDied, plan: Plan, num_slots: int) -> Plan:
                 "This CPU lacks an instruction that the installed PyTorch uses.",
                 hint="Install a PyTorch made for this CPU; see `trm doctor`.",
             )
-        return replace(plan, precision="float32", reasons={**plan.reasons, "precision": str(death)})
+        reasons = {**plan.reasons, "precision": f"the trainer {death}"}
+        return replace(plan, precision="float32", memory=None, reasons=reasons)
     if plan.micro_batch_size > 1:
         return plan.cut_to(plan.micro_batch_size // 2, num_slots, f"the trainer {death}")
     if plan.gradient_checkpointing != "all":
@@ -177,13 +190,13 @@ def _note(job: Job, death: ChildDied, plan: Plan) -> None:
         f"The trainer {what}. Going on from the newest checkpoint with {plan.accumulation_steps} x "
         f"{plan.micro_batch_size} examples."
     )
-    if job.run.path.is_dir():
+    if (job.run.path / "recipe.yaml").exists():
         job.run.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
 
 
 def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
     try:
-        needed = needed_mb(job.planner)
+        (needed,) = estimate(job.planner, [job.config])
     except ChildDied:
         return MemoryBudgetError("There is too little memory to load PyTorch.")
     times = f", {deaths} times" if deaths > 1 else ""

@@ -15,6 +15,7 @@ from macbook_optimization.memory_management import (
     MemoryMonitor,
     PressureSettings,
 )
+from macbook_optimization.performance_reporting import MemoryLeakDetector
 from trm.backends.base import AllocationFailed, StepResult
 from trm.config import PlanSettings
 from trm.runs import Plan, Run
@@ -86,6 +87,7 @@ class MetricsLog:
     def __init__(self, run: Run, every_seconds: float = 1.0) -> None:
         self.run, self.every_seconds = run, every_seconds
         self.process = psutil.Process()
+        self.leaks = MemoryLeakDetector()
         self.process.cpu_percent()  # the first call only starts the measurement
         self.loss = self.samples_per_second = 0.0
         self.row: dict[str, Any] = {}
@@ -121,11 +123,15 @@ class MetricsLog:
     def write(self) -> None:
         if not self.results:
             return
+        rss_bytes = self.process.memory_info().rss
         more = {
             "train_token_accuracy": float(np.mean([r.token_accuracy for r in self.results])),
             "train_exact_accuracy": float(np.mean([r.exact.mean() for r in self.results])),
-            "rss_bytes": self.process.memory_info().rss,
+            "rss_bytes": rss_bytes,
             "cpu_percent": self.process.cpu_percent(),
         }
         self.run.append("metrics.jsonl", {**self.row, **more})
+        leak = self.leaks.check_for_leaks(self.row["step"], rss_bytes)
+        if leak is not None:
+            self.run.event("memory grows", **asdict(leak))
         self.results, self.step_seconds = [], 0.0

@@ -6,6 +6,8 @@ passed through once without arithmetic, and what autograd would keep for the bac
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,11 +41,12 @@ def estimate_memory(
     gradient_checkpointing: Checkpointing = "none",
 ) -> MemoryModel:
     network = TinyRecursiveModel(model, shape, seed=None)
-    network.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
-    kept = _kept_for_backward(network)
-    if gradient_checkpointing != "none":  # while one layer is computed again, it keeps what it needs
-        network.L_level.recompute_every = 0
-        kept += _kept_for_backward(network) / _layers_kept(model)
+    kept, layers = _kept_for_backward(network), _layers_kept(model)
+    every = RECOMPUTE_EVERY[gradient_checkpointing]
+    if every:  # such a layer keeps its input; while it is computed again, one keeps what it needs
+        recomputed = layers / model.num_layers * math.ceil(model.num_layers / every)
+        inputs = recomputed * _size(network.start(1)[0])
+        kept = kept * (1 - recomputed / layers) + inputs + kept / layers
     logits = shape.seq_len * shape.output_vocab_size * _BYTES * 6
     return MemoryModel(state_bytes(model, training, shape), int(_WORK * kept + logits))
 
