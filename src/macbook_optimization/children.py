@@ -26,6 +26,8 @@ from typing import IO, Any
 from macbook_optimization import errors
 
 Tell = Callable[[Any], None]
+# How libraries and the interpreter put it; a shared library that cannot be mapped is an ImportError.
+_NO_MEMORY = ("emory", "map segment", "bad_alloc", "Resource temporarily unavailable")
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
 
 
@@ -48,7 +50,7 @@ class ChildDied(Exception):  # noqa: N818 - what happened, for whoever started i
         if self.timed_out:
             return False
         if self.traceback_shown:
-            return "memory" in self.last_words.lower()
+            return any(words in self.last_words for words in _NO_MEMORY)
         return self.signal not in (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -37,3 +37,17 @@ class MemoryBudgetError(LaptopError):
 
 class NonFiniteLossError(LaptopError):
     """The loss or the gradient is not a number; raised before the weights are touched."""
+
+
+class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine, which a smaller cut may answer
+    """The machine gave no more memory. `torn`: in the middle of an update, so the weights are mixed."""
+
+    def __init__(
+        self,
+        message: str = "The machine gave no more memory.",
+        hint: str | None = "Close other programs.",
+        *,
+        torn: bool = False,
+    ) -> None:
+        super().__init__(message, hint)
+        self.torn = torn

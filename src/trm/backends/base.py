@@ -64,15 +64,6 @@ class Answers:
     steps: NDArray[np.int64]  # (B,) steps really computed
 
 
-class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine
-    """The machine gave no more memory, which a smaller cut may answer. `torn`: in the middle of the update,
-    so the weights are mixed."""
-
-    def __init__(self, torn: bool) -> None:
-        self.torn = torn
-        super().__init__("The machine gave no more memory.", hint="Close other programs.")
-
-
 class Answerer(Protocol):
     def answer(
         self,

@@ -18,13 +18,13 @@ from typing import Any
 
 from macbook_optimization.checkpoint_management import Checkpoint
 from macbook_optimization.children import Tell
-from macbook_optimization.errors import DataError, RunError
+from macbook_optimization.errors import AllocationFailed, DataError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.memory_management import (
     peak_bytes,
 )
 from macbook_optimization.progress_monitoring import ProgressDisplay
-from trm.backends.base import AllocationFailed, Learner, StepBatch, StepResult, StepSettings, load_backend
+from trm.backends.base import Learner, StepBatch, StepResult, StepSettings, load_backend
 from trm.batches import Order, Slots
 from trm.config import RunConfig
 from trm.runs import Plan, Run, begin, check_recipe, open_run

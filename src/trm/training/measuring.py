@@ -17,7 +17,7 @@ import psutil
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
-from macbook_optimization.errors import MemoryBudgetError, RunError
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.memory_management import MIB
 from macbook_optimization.training_config_adapter import Checkpointing
@@ -82,8 +82,8 @@ def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Meas
     found: dict[str, Any] = {}
     try:
         found = _probe(question, budget_bytes, rows)
-    except MemoryBudgetError:
-        return None
+    except (MemoryBudgetError, AllocationFailed):
+        pass  # what was told before still holds
     except ChildDied as death:
         if not (death.of_memory or death.signal == signal.SIGILL):
             raise RunError(f"The probe of a step {death}.", hint="This is a bug.") from death

@@ -20,7 +20,7 @@ import numpy as np
 
 from macbook_optimization import progress_monitoring  # noqa: F401 - the trainer loads it, so it counts
 from macbook_optimization.children import Tell
-from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError
 from macbook_optimization.memory_management import (
     MIB,
     MemoryModel,
@@ -30,7 +30,7 @@ from macbook_optimization.memory_management import (
     peak_bytes,
 )
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.base import AllocationFailed, Learner, StepSettings, load_backend
+from trm.backends.base import Learner, StepSettings, load_backend
 from trm.config import RunConfig
 from trm.runs import DEFAULT_PLAN, Run
 from trm.tasks import load_task
@@ -90,7 +90,10 @@ def probe(
     rates = {size.micro_batch_size: size.samples_per_second for size in sizes}
     with suppress(AllocationFailed):
         rates |= stepper.measure_between(sizes)
-    return {"rates": rates, "threads": stepper.measure_threads(max(rates, key=lambda n: rates[n]), threads)}
+    by_threads: dict[int, float] = {}
+    with suppress(AllocationFailed):
+        by_threads = stepper.measure_threads(max(rates, key=lambda n: rates[n]), threads)
+    return {"rates": rates, "threads": by_threads}
 
 
 def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int) -> int:

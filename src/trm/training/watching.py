@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 
+from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.memory_management import (
     MIB,
     Adjustment,
@@ -16,7 +17,7 @@ from macbook_optimization.memory_management import (
     PressureSettings,
 )
 from macbook_optimization.performance_reporting import MemoryLeakDetector
-from trm.backends.base import AllocationFailed, StepResult
+from trm.backends.base import StepResult
 from trm.config import PlanSettings
 from trm.runs import Plan, Run
 

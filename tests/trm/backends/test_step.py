@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 
-from macbook_optimization.errors import NonFiniteLossError
-from trm.backends.base import AllocationFailed, StepSettings
+from macbook_optimization.errors import AllocationFailed, NonFiniteLossError
+from trm.backends.base import StepSettings
 from trm.backends.pytorch.memory import estimate_memory, state_bytes
 from trm.backends.pytorch.step import TorchLearner
 

@@ -17,9 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from macbook_optimization.errors import CheckpointError, MemoryBudgetError, NonFiniteLossError
+from macbook_optimization.errors import (
+    AllocationFailed,
+    CheckpointError,
+    MemoryBudgetError,
+    NonFiniteLossError,
+)
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.base import AllocationFailed, Answers, StepBatch, StepResult, StepSettings
+from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.optim import Adam, average_into, sign_descent
@@ -56,7 +61,7 @@ def allocations(*, torn: bool) -> Iterator[None]:
         if not failed:
             raise
     if failed:  # raised out here, where no traceback keeps the tensors alive
-        raise AllocationFailed(torn)
+        raise AllocationFailed(torn=torn)
 
 
 class TorchLearner:
