@@ -11,6 +11,7 @@ import pytest
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.errors import DataError
+from macbook_optimization.memory_management import peak_bytes
 
 # The functions that the tests run in children.
 
@@ -46,6 +47,10 @@ def hang(tell):
 
 def environment(name, tell):
     return os.environ.get(name)
+
+
+def occupied(tell):
+    return peak_bytes()
 
 
 def in_child(function, arguments=None, **settings):
@@ -97,6 +102,12 @@ def test_a_child_that_hangs_is_ended():
 
 def test_variables_reach_the_child_before_anything_is_imported():
     assert in_child("environment", {"name": "OMP_NUM_THREADS"}, environment={"OMP_NUM_THREADS": "3"}) == "3"
+
+
+def test_the_peak_of_a_child_is_its_own_and_not_that_of_a_large_parent():
+    ballast = bytearray(b"x") * (300 * 2**20)
+    assert in_child("occupied") < 150 * 2**20
+    assert len(ballast) == 300 * 2**20
 
 
 def test_an_interrupted_parent_takes_a_silent_child_with_it():
