@@ -110,8 +110,8 @@ def _forecast(config: RunConfig, plan: Plan) -> str | None:
     seconds = config.training.effective_batch_size / plan.samples_per_second
     whole = seconds * config.training.max_steps
     return (
-        f"A step takes about {_duration(seconds)} on quiet cores; all {config.training.max_steps} steps would "
-        f"take {_duration(whole)}, evaluations aside."
+        f"A step takes about {_duration(seconds)} on quiet cores; all {config.training.max_steps} steps "
+        f"would take {_duration(whole)}, evaluations aside."
     )
 
 
