@@ -114,7 +114,7 @@ def _send(child: subprocess.Popen[str], arguments: Mapping[str, Any]) -> None:
 def _answer(
     child: subprocess.Popen[str], answers: Iterable[str], spoken: IO[str], tell: Tell, late: threading.Event
 ) -> Any:
-    crashed = False
+    crash = ""
     for line in answers:
         kind, value = json.loads(line)
         if kind == "row":
@@ -125,13 +125,14 @@ def _answer(
         elif kind == "error":
             child.wait()
             raise getattr(errors, value["kind"])(value["message"], value["hint"])
-        crashed = crashed or kind == "crash"
+        elif kind == "crash":
+            crash = value
     returncode = child.wait()
     spoken.seek(0)
     if os.isatty(2):
         os.write(2, b"\033[?25h")  # a live display of the child's may have hidden the cursor
-    last_words = " ".join(spoken.read().strip().splitlines()[-1:])
-    raise ChildDied(returncode, crashed, last_words, late.is_set())
+    last_words = crash or " ".join(spoken.read().strip().splitlines()[-1:])
+    raise ChildDied(returncode, bool(crash), last_words, late.is_set())
 
 
 @contextmanager

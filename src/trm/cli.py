@@ -180,6 +180,7 @@ def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | N
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.inference import open_model, open_test_set
     from trm.training.evaluation import evaluate as evaluate_split
+    from trm.training.loop import EVALUATION_CUT
 
     model = open_model(run)
     path = dataset or model.config.data.path
@@ -193,7 +194,7 @@ def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | N
             model.answerer,
             split,
             settings,
-            4 * model.plan.micro_batch_size,
+            EVALUATION_CUT * model.plan.micro_batch_size,
             lambda done, total: display.update("evaluating", done, total),
         )
     facts = {"run": str(run), "data": str(path), "step": model.step, **asdict(result)}

@@ -163,7 +163,7 @@ def plan_after(death: ChildDied, plan: Plan, num_slots: int) -> Plan:
     """The next smaller plan, or the same one if there is none; raises where no plan would help."""
     if death.code == 130 or death.signal in _ASKED_TO_STOP:  # a second Ctrl-C, or one before the first step
         raise KeyboardInterrupt
-    if death.traceback_shown:
+    if death.traceback_shown and not death.of_memory:
         raise RunError(
             "The trainer ended with an unexpected error, shown above; its checkpoints are intact.",
             hint="This is a bug. The same command goes on from the newest checkpoint.",

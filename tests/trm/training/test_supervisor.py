@@ -19,7 +19,7 @@ from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetErro
 from macbook_optimization.hardware_detection import GIB, available_memory
 from trm.runs import Run, list_runs, set_aside
 from trm.training.loop import NO_MEMORY, Limits
-from trm.training.supervisor import plan_after, prepare, supervise
+from trm.training.supervisor import _remaining, plan_after, prepare, supervise
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,11 @@ def test_a_missing_instruction_means_float32(dataset):
     assert plan_after(died(signal.SIGILL), plan, 6).precision == "float32"
     with pytest.raises(RunError, match="lacks an instruction"):
         plan_after(died(signal.SIGILL), plan_of(run_config(dataset)), 6)
+
+
+def test_an_import_that_got_no_memory_is_no_bug(dataset):
+    death = ChildDied(1, True, "ImportError('libx.so: failed to map segment from shared object')")
+    assert plan_after(death, plan_of(run_config(dataset)), 6).micro_batch_size == 3
 
 
 def test_a_bug_is_not_tried_again(dataset):
@@ -377,7 +382,13 @@ def test_a_step_that_gets_no_memory_at_all_ends_the_trainer_not_the_run(tmp_path
     assert ended.value.code == NO_MEMORY
 
 
-def test_a_time_limit_holds_over_restarts(tmp_path, dataset):
+def test_a_time_limit_holds_over_restarts():
+    assert _remaining(Limits(max_seconds=60, max_step=5), seconds=45) == Limits(max_seconds=15, max_step=5)
+    assert _remaining(Limits(max_seconds=60), seconds=100).max_seconds == 0
+    assert _remaining(Limits(), seconds=100) == Limits()
+
+
+def test_a_supervised_run_stops_when_its_time_is_up_and_describes_its_machine(tmp_path, dataset):
     config = run_config(dataset, plan={"threads": 1, "micro_batch_size": 6}, training__max_steps=10**6)
     job = prepare(config, tmp_path / "run", Recorder())
     started = time.monotonic()
