@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -62,11 +62,12 @@ def run_in_child(
     environment: Mapping[str, str] | None = None,
     in_front: bool = False,
     timeout_seconds: float | None = None,
+    inherited: Sequence[int] = (),
 ) -> Any:
     """The value of `target(**arguments, tell=...)`, with `tell` hearing the rows that it tells on its way.
 
     A child `in_front` behaves as if it were this process: it writes to our terminal and gets our signals.
-    Any other is silent, and ends with us.
+    Any other is silent, and ends with us. It keeps the `inherited` descriptors open as long as it lives.
     """
     read_end, write_end = os.pipe()
     spoken = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
@@ -78,7 +79,7 @@ def run_in_child(
         stdout=None if in_front else subprocess.DEVNULL,
         stderr=None if in_front else spoken,
         env={**os.environ, **(environment or {})},
-        pass_fds=(write_end,),
+        pass_fds=(write_end, *inherited),
         process_group=0,
         text=True,
     )

@@ -35,8 +35,8 @@ class MemoryBudgetError(LaptopError):
     """Something that does not fit into this machine's memory."""
 
 
-class NonFiniteLossError(LaptopError):
-    """The loss or the gradient is not a number; raised before the weights are touched."""
+class NonFiniteError(LaptopError):
+    """A loss, a gradient or a weight is not a number; raised before anything is updated or saved."""
 
 
 class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine, which a smaller cut may answer

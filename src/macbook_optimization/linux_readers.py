@@ -98,6 +98,12 @@ def throttle_count(root: Path) -> int | None:
     return sum(counts) if counts else None
 
 
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has killed for want of memory since the machine started."""
+    found = re.search(r"^oom_kill ([0-9]{1,19})$", read_text(root / "proc/vmstat") or "", re.MULTILINE)
+    return int(found[1]) if found else None
+
+
 def memory_limit(root: Path, machine_bytes: int) -> MemoryLimit | None:
     """None unless a control group allows less than the machine has. (v1 says 2**63 where it allows all.)"""
     limits = [limit for limit in _memory_limits(root) if limit.limit_bytes < machine_bytes]

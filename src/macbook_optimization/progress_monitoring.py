@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -61,4 +62,5 @@ class ProgressDisplay:
         self._progress.update(self._bars[what], completed=done, total=total, facts=facts, visible=going_on)
 
     def message(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, soft_wrap=True)
+        with suppress(OSError):  # a terminal that is gone, or a log on a full disk, is no reason to stop
+            self._progress.console.print(text, markup=False, soft_wrap=True)

@@ -19,7 +19,12 @@ import psutil
 
 from macbook_optimization import linux_readers as linux
 from macbook_optimization import macos_readers as macos
-from macbook_optimization.hardware_detection import available_memory, on_macos
+from macbook_optimization.hardware_detection import (
+    HardwareDetector,
+    PowerSpecs,
+    available_memory,
+    on_macos,
+)
 
 # hwmon names of sensors in or beside the processor; the others sit on disks, radios and batteries.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")
@@ -143,6 +148,26 @@ class ResourceMonitor(BackgroundMonitor):
             temperature=hottest(_sensors())[0],
             speed_limit_percent=_speed_limit(),
         )
+
+
+class PowerMonitor(BackgroundMonitor):
+    """Battery and heat, which change slowly: on a Mac every look starts a program or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resources = ResourceMonitor()
+        self.power: PowerSpecs | None = None
+        self.thermal: ThermalState | None = None
+
+    def start_monitoring(self, interval: float = 15.0) -> None:
+        super().start_monitoring(interval)
+
+    def begin(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        self.power = HardwareDetector().detect_power()
+        self.thermal = self._resources.get_thermal_state()
 
 
 def hottest(sensors: Mapping[str, Iterable[Reading]]) -> tuple[float | None, bool | None]:

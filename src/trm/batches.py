@@ -14,6 +14,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from macbook_optimization.errors import CheckpointError
+
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
@@ -119,7 +121,10 @@ class Slots:
         )
 
     @classmethod
-    def from_lists(cls, lists: Mapping[str, list[int]]) -> Slots:
+    def from_lists(cls, lists: Mapping[str, list[int]], num_slots: int) -> Slots:
+        wrong = [name for name in ("k", "supervised", "halted") if len(lists.get(name, ())) != num_slots]
+        if wrong:
+            raise CheckpointError(f"The slots' {', '.join(wrong)} are not {num_slots} numbers")
         return cls(
             k=np.array(lists["k"], dtype=np.int64),
             supervised=np.array(lists["supervised"], dtype=np.int64),
@@ -140,6 +145,9 @@ class Slots:
             supervised=np.where(self.halted, 0, self.supervised),
             halted=np.zeros_like(self.halted),
         )
+
+    def all_halted(self) -> Slots:
+        return Slots(self.k, self.supervised, np.ones_like(self.halted))
 
     @property
     def fresh(self) -> BoolArray:

@@ -122,13 +122,16 @@ def train(
 
     config = load_config(recipe, overrides)
 
+    from trm.runs import only_trainer
     from trm.training.loop import Limits
     from trm.training.supervisor import prepare, supervise
 
     limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
-    with ProgressDisplay() as display:
-        job = prepare(config, run or Path("runs") / Path(recipe).stem, display, fresh=fresh, fit=fit)
-    outcome = supervise(job, limits)
+    path = run or Path("runs") / Path(recipe).stem
+    with only_trainer(path) as lock:
+        with ProgressDisplay() as display:
+            job = prepare(config, path, display, fresh=fresh, fit=fit)
+        outcome = supervise(job, limits, lock)
     _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)
@@ -298,25 +301,56 @@ def runs(root: Path, as_json: bool) -> None:
 
 @cli.group()
 def checkpoint() -> None:
-    """Exchange weights with the public TRM code."""
+    """Check checkpoints, and exchange weights."""
+
+
+@checkpoint.command("verify")
+@click.argument("run", type=DIRECTORY)
+@json_option
+def verify_checkpoints(run: Path, as_json: bool) -> None:
+    """Read every checkpoint of RUN to its last byte, and say which one would be resumed.
+
+    Changes nothing. The exit code is 1 if one is damaged that was not set aside yet.
+    """
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.runs import verdict, verify
+
+    with ProgressDisplay() as display:
+        found = verify(run, display.update)
+    _print(asdict(found), as_json, verdict(found))
+    if any(each["damage"] and each["name"].startswith("step-") for each in found.checkpoints):
+        sys.exit(1)
 
 
 @checkpoint.command("import")
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("source", type=click.Path(path_type=Path, exists=True))
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run", "run", type=DIRECTORY, required=True, help="New run directory.")
+@click.option("--new-head", is_flag=True, help="Begin the head anew, and token embeddings that do not fit.")
 @json_option
-def import_checkpoint(file: Path, recipe: str, overrides: tuple[str, ...], run: Path, as_json: bool) -> None:
-    """Make a run from FILE, a state dict saved by the public code; RECIPE describes its model.
+def import_checkpoint(
+    source: Path, recipe: str, overrides: tuple[str, ...], run: Path, new_head: bool, as_json: bool
+) -> None:
+    """Make a run for RECIPE that starts with the weights of SOURCE: another run, or a state dict that the
+    public code saved.
 
-    The file is read in a child process that can build tensors and nothing else.
+    A file is described by a child process that can read names and sizes and nothing else.
     """
-    from trm.backends.pytorch.exchange import import_reference
     from trm.config import load_config
 
-    import_reference(file, load_config(recipe, overrides), run)
-    _print({"run": str(run), "step": 0}, as_json, f"{run} holds the weights of {file}; try: trm eval {run}")
+    config = load_config(recipe, overrides)
+    if source.is_file():
+        from trm.backends.state_dict_files import stored_tensors
+
+        stored_tensors(source)  # refuses what is not weights before torch is loaded
+    from trm.backends.pytorch.exchange import import_weights
+
+    new = import_weights(source, config, run, new_head=new_head)
+    text = f"{run} holds the weights of {source}; try: trm eval {run}"
+    if new:
+        text = f"{run} holds the weights of {source}, but for these, which are new: {', '.join(new)}"
+    _print({"run": str(run), "step": 0, "new": new}, as_json, text)
 
 
 @checkpoint.command("export")

@@ -137,8 +137,9 @@ class EvaluationConfig(Section):
 
 class CheckpointsConfig(Section):
     every_steps: Count | None = None
-    every_seconds: Annotated[Positive, Field(le=1e8)] = 60.0
+    every_seconds: Annotated[Positive, Field(le=1e8)] = 60.0  # or longer, where saving takes long
     keep: Count = 3
+    keep_every_hours: Annotated[Positive, Field(le=1e6)] | None = None  # and one of every so many, for good
 
 
 class DataConfig(Section):
@@ -164,6 +165,10 @@ class PlanSettings(Section):
     dynamic_batch_sizing: bool = True
     memory_pressure_threshold: Annotated[Positive, Field(le=100)] = 90.0  # percent of all memory in use
     garbage_collection_frequency: Count | None = None  # steps; None: only when the batch shrinks
+    low_battery_percent: Annotated[PositiveOrZero, Field(le=100)] = 10.0  # save when it falls below
+    enable_thermal_monitoring: bool = True
+    thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None  # None: the sensors' own
+    cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
 
 
 class RunConfig(Section):

@@ -16,9 +16,9 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from trm.backends.base import Answerer, load_backend
 from trm.config import RunConfig
-from trm.runs import DEFAULT_PLAN, Plan, Run, check_recipe
+from trm.runs import DEFAULT_PLAN, Plan, Run, check_compatible
 from trm.tasks import load_task
-from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split
+from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split, shape_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def open_model(path: Path) -> TrainedModel:
     run = Run(path)
     config = run.config
     checkpoint = run.checkpoints().best_or_newest()
-    check_recipe(config, checkpoint)
-    shape = TaskShape(**checkpoint.metadata["shape"])
+    state = check_compatible(checkpoint, config)
+    shape = shape_from(state.shape)
     plan = run.plan or DEFAULT_PLAN
     threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads  # of this machine
     os.environ.update(environment(threads))

@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager
-from macbook_optimization.errors import ConfigError, RunError
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager, open_checkpoint, step_of
+from macbook_optimization.durable_files import exclusive_lock, make_directory, replace_file
+from macbook_optimization.errors import CheckpointError, ConfigError, LaptopError, RunError
 from macbook_optimization.training_config_adapter import TrainingParams
-from trm.config import RunConfig, config_from_text, differences
+from trm.config import CountOrZero, PositiveOrZero, Rate, RunConfig, config_from_text, differences
 
 Plan = TrainingParams
 DEFAULT_PLAN = Plan(micro_batch_size=32, accumulation_steps=1, threads=1)  # of a run that was only imported
@@ -48,14 +53,12 @@ class Run:
         except (OSError, ValueError, TypeError):
             return None
 
-    def checkpoints(self, keep: int = 3) -> CheckpointManager:
-        return CheckpointManager(self.path, keep)
+    def checkpoints(self, keep: int = 3, keep_every_hours: float | None = None) -> CheckpointManager:
+        return CheckpointManager(self.path, keep, keep_every_hours)
 
     def write(self, name: str, text: str) -> None:
-        partial = self.path / f".{name}.partial"
         try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path / name)
+            replace_file(self.path / name, text.encode())
         except OSError as error:
             raise RunError(f"Cannot write {self.path / name}: {error.strerror}") from error
 
@@ -72,7 +75,7 @@ class Run:
 
     def rows(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         try:
-            lines = (self.path / name).read_text(encoding="utf-8").splitlines()
+            lines = (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return []
         return [row for line in lines if (row := _parse_line(line)) is not None]
@@ -96,29 +99,99 @@ def open_run(path: Path, config: RunConfig) -> Run:
     return run
 
 
-def check_recipe(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A recipe edited by hand, or a checkpoint copied from another run, would load as something else."""
-    _refuse_if_different(config.what_is_learned(), checkpoint.metadata["recipe"], checkpoint.path)
+class SavedState(BaseModel):
+    """What a checkpoint says beside its tensors. What decides the weights from here on is compared when
+    it is resumed; `plan` and `versions` may change, and are noted when they do."""
+
+    model_config = ConfigDict(frozen=True)
+    recipe: dict[str, Any]
+    shape: dict[str, int]
+    data: dict[str, str] | None  # fingerprints; None in a run that only imported its weights
+    slots: dict[str, list[int]]
+    seconds: PositiveOrZero = 0.0  # of training, over all starts
+    evaluated: CountOrZero = 0  # the last step whose weights were evaluated
+    skipped_in_a_row: CountOrZero = 0
+    learning_rate_scale: Rate | Literal[1] = 1
+    rolled_back_from: CountOrZero | None = None
+    plan: dict[str, Any] | None = None
+    versions: dict[str, str] = {}
+
+
+def read_state(checkpoint: Checkpoint) -> SavedState:
+    try:
+        return SavedState.model_validate(checkpoint.metadata)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        raise CheckpointError(f"{checkpoint.path}/state.json makes no sense: {problems}") from error
+
+
+def check_compatible(
+    checkpoint: Checkpoint,
+    config: RunConfig,
+    shape: Mapping[str, int] | None = None,
+    data: Mapping[str, str] | None = None,
+) -> SavedState:
+    """A recipe edited by hand, data that changed, or a checkpoint copied from another run would load as
+    something else. Every difference is listed."""
+    state = read_state(checkpoint)
+    ours, theirs = config.what_is_learned(), dict(state.recipe)
+    if shape is not None:
+        ours["shape"], theirs["shape"] = shape, state.shape
+    if data is not None and state.data is not None:
+        ours["fingerprint"] = {name: value[:12] for name, value in data.items()}
+        theirs["fingerprint"] = {name: value[:12] for name, value in state.data.items()}
+    _refuse_if_different(ours, theirs, checkpoint.path)
+    return state
 
 
 def _refuse_if_different(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
     different = differences(ours, theirs)
     if different:
+        other_data = any(line.startswith(("shape.", "fingerprint.")) for line in different)
+        what = "other data" if other_data else "another recipe"
         raise RunError(
-            f"{path} holds a run of another recipe:\n  " + "\n  ".join(different),
-            hint="Use another --run directory, or --fresh to set that run aside and start anew.",
+            f"{path} holds a run of {what}:\n  " + "\n  ".join(different),
+            hint="Use another --run directory, or --fresh to set that run aside and start anew."
+            + " `trm checkpoint import` starts a new run from its weights." * other_data,
         )
 
 
-def begin(run: Run, config: RunConfig, plan: Plan) -> None:
-    """The plan also goes into the events: they are the history of how this run was carried out."""
+def begin(run: Run, config: RunConfig) -> None:
+    """Makes a directory a run. A run that goes on is written to only if the recipe's plan has changed."""
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_directory(run.path)
     except OSError as error:
         raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}") from error
-    run.write("recipe.yaml", config.to_yaml())
-    run.write("plan.json", json.dumps(plan.to_json(), indent=2))
-    run.event("plan", **plan.to_json())
+    recipe, text = run.path / "recipe.yaml", config.to_yaml()
+    if not recipe.exists() or recipe.read_text(encoding="utf-8") != text:
+        run.write(recipe.name, text)
+
+
+@contextmanager
+def only_trainer(path: Path) -> Iterator[int]:
+    """Holds the run for one trainer. The lock lies beside the run, which may not exist yet or be set aside;
+    its descriptor is for the trainer's process to inherit, so that it holds as long as anybody writes."""
+    path = path.resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(path.with_name(f".{path.name}.lock")) as held:
+            if isinstance(held, str):
+                raise _in_use(path, held)
+            yield held
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
+
+
+def _in_use(path: Path, holder: str) -> RunError:
+    if holder.isdigit() and psutil.pid_exists(int(holder)):
+        return RunError(
+            f"{path} is being trained by process {holder}",
+            hint=f"Wait for it, stop it with `kill {holder}` (it saves), or use another --run directory.",
+        )
+    return RunError(
+        f"{path} is still being saved by a trainer whose parent is gone",
+        hint="It ends after the micro-batch that it is at; try again then.",
+    )
 
 
 def set_aside(path: Path) -> Path | None:
@@ -171,3 +244,54 @@ def summarise(run: Run) -> RunSummary:
         seconds=seconds,
         exact_accuracy=accuracy,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    path: str
+    checkpoints: list[dict[str, Any]]  # newest first: name, step, bytes, damage or None
+    resumes_from: int | None  # step
+    best: str | None  # the name of the checkpoint that answers
+    problem: str | None  # why nothing can be resumed, although there is a good checkpoint
+
+
+def verify(path: Path, progress: Callable[[str, int, int], None]) -> Verification:
+    run = Run(path)
+    config, manager = run.config, run.checkpoints()
+    total = len(list(manager.directory.glob("*step-*"))) if manager.directory.is_dir() else 0
+    found: list[dict[str, Any]] = []
+    for each in manager.examine():
+        found.append({"name": each.path.name, "bytes": each.num_bytes, "damage": each.damage})
+        progress("verifying", len(found), total)
+    good = next((each for each in found if each["damage"] is None), None)
+    problem = None
+    if good is not None:
+        try:
+            check_compatible(open_checkpoint(manager.directory / good["name"]), config)
+        except LaptopError as error:
+            problem = str(error)
+    best = manager.best()
+    return Verification(
+        path=str(path),
+        checkpoints=found,
+        resumes_from=None if good is None or problem else step_of(Path(good["name"])),
+        best=best["checkpoint"] if best else None,
+        problem=problem,
+    )
+
+
+def verdict(found: Verification) -> str:
+    lines = [
+        f"{each['name']}  {each['bytes'] / 2**20:.1f} MiB  {each['damage'] or 'good'}"
+        + ("  (the best)" if each["name"] == found.best else "")
+        for each in found.checkpoints
+    ]
+    if found.problem:
+        lines.append(f"`trm train` would refuse: {found.problem}")
+    elif found.resumes_from is not None:
+        lines.append(f"`trm train` would go on after step {found.resumes_from}.")
+    elif found.checkpoints:
+        lines.append("No checkpoint is good: `trm train` would refuse, `trm train --fresh` start anew.")
+    else:
+        lines.append(f"{found.path} has no checkpoint yet: `trm train` would start at the beginning.")
+    return "\n".join(lines)

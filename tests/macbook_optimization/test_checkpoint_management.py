@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from macbook_optimization.checkpoint_management import CheckpointManager, find_damage
+from macbook_optimization.checkpoint_management import CheckpointManager, _signed, find_damage
 from macbook_optimization.errors import CheckpointError
 
 
@@ -103,13 +103,16 @@ def test_a_step_that_is_damaged_twice_is_set_aside_twice(manager):
 def test_a_checkpoint_of_another_format_is_refused_and_left_alone(manager):
     path = save(manager, 1).path
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "schema": 99}))
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(_signed({**manifest, "schema": 99}))
     with pytest.raises(CheckpointError, match="written in format 99"):
         manager.recover()
     assert path.is_dir()
 
 
-@pytest.mark.parametrize("content", ["[]", "3", '{"schema": 1, "files": 7}', '{"schema": 1}', "\\x00"])
+@pytest.mark.parametrize(
+    "content", ["[]", "3", '{"schema": 2, "files": 7}', '{"schema": 2}', "\\x00", "[" * 100_000]
+)
 def test_a_manifest_that_makes_no_sense_is_damage(manager, content):
     path = save(manager, 1).path
     (path / "manifest.json").write_text(content)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from macbook_optimization.errors import CheckpointError
 from trm.batches import Order, Purpose, Slots, permuted, random_words, uniforms
 
 
@@ -96,6 +97,8 @@ def test_exploration_keeps_some_slots_thinking():
 def test_slots_survive_being_saved(num_slots):
     slots = Slots.new(num_slots).refilled()
     slots = slots.supervised_once(np.linspace(-1, 1, num_slots, dtype=np.float32), 0, 16, 0.1)
-    again = Slots.from_lists(slots.to_lists())
+    again = Slots.from_lists(slots.to_lists(), num_slots)
     for field in ("k", "supervised", "halted"):
         np.testing.assert_array_equal(getattr(again, field), getattr(slots, field))
+    with pytest.raises(CheckpointError, match="are not"):
+        Slots.from_lists(slots.to_lists(), num_slots + 1)

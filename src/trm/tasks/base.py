@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from macbook_optimization.durable_files import sync
 from macbook_optimization.errors import DataError
 
 IGNORE_LABEL = -100  # the public code's mark for a position without a label
@@ -38,6 +39,13 @@ class TaskShape:
     vocab_size: int
     output_vocab_size: int
     num_puzzle_identifiers: int
+
+
+def shape_from(values: Mapping[str, int]) -> TaskShape:
+    try:
+        return TaskShape(**values)
+    except TypeError as error:
+        raise DataError(f"{dict(values)} is not the shape of a dataset") from error
 
 
 class Task(Protocol):
@@ -130,7 +138,10 @@ def write_dataset(directory: Path, splits: Mapping[str, SplitArrays], made_by: M
         _write_json(partial / "identifiers.json", ["<blank>"])
         files = {str(path.relative_to(partial)): _sha256(path) for path in sorted(partial.rglob("*.npy"))}
         _write_json(partial / "build.json", {**made_by, "sha256": files})
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         partial.rename(directory)
+        sync(directory.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise DataError(f"Cannot write the dataset to {directory}: {error.strerror or error}") from error
@@ -190,8 +201,26 @@ def open_split(dataset: Path, name: str) -> Split:
     problems = _problems(arrays, metadata.shape)
     if problems:
         raise DataError(f"{directory}: {'; '.join(problems)}", hint=_AGAIN)
+    _check_digests(dataset, name)
     indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
     return Split(metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices)
+
+
+def _check_digests(dataset: Path, name: str) -> None:
+    """Of a set that was built here: it says what it was."""
+    try:
+        files = json.loads((dataset / "build.json").read_bytes())["sha256"]
+        expected = {dataset / file: digest for file, digest in files.items() if file.startswith(f"{name}/")}
+        changed = [path for path, digest in expected.items() if path.is_file() and _sha256(path) != digest]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{dataset / 'build.json'} cannot be read: {error}", hint=_AGAIN) from error
+    if changed:
+        raise DataError(
+            f"{changed[0]} is not what was built: it is truncated or has been changed",
+            hint=f"{_AGAIN} If the change was yours, remove {dataset / 'build.json'}.",
+        )
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -250,12 +279,11 @@ def _problems(arrays: Mapping[str, NDArray[Any]], shape: TaskShape) -> list[str]
     return found
 
 
-def fingerprint(split: Split) -> str:
+def fingerprint(split: Split) -> dict[str, str]:
     """Of what is learned from: the same for a copy of a dataset elsewhere."""
-    digest = hashlib.sha256(repr((asdict(split.shape), split.ignore_label)).encode())
-    for field in FIELDS:
-        digest.update(np.ascontiguousarray(getattr(split, field)).data)
-    return digest.hexdigest()
+    arrays = {field: np.ascontiguousarray(getattr(split, field)) for field in FIELDS}
+    digests = {field: hashlib.sha256(array.data).hexdigest() for field, array in arrays.items()}
+    return {**digests, "ignored label": str(split.ignore_label)}
 
 
 def _sha256(path: Path) -> str:

@@ -29,8 +29,8 @@ from trm.config import DataConfig, load_config
 from trm.runs import Plan
 from trm.tasks import load_task
 from trm.training.fitting import too_large
-from trm.training.measuring import Say
 from trm.training.planning import Planner
+from trm.training.watching import Say
 
 DEFAULT_RECIPE = "sudoku-6x6"
 NOT_REPORTED = "not reported"

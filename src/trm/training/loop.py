@@ -2,6 +2,8 @@
 
 A step either happened as a whole or not at all, so stopping is allowed between any two micro-batches:
 what is saved then is the state after the last whole step, and resuming repeats the broken one exactly.
+Numbers that are no numbers never enter a checkpoint: such a step is passed over, three in a row go back to
+the last good checkpoint with half the learning rate, and if that does not help the run stops.
 """
 
 from __future__ import annotations
@@ -12,29 +14,29 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from macbook_optimization.checkpoint_management import Checkpoint
 from macbook_optimization.children import Tell
-from macbook_optimization.errors import AllocationFailed, DataError, RunError
+from macbook_optimization.errors import AllocationFailed, CheckpointError, DataError, NonFiniteError
 from macbook_optimization.hardware_detection import HardwareDetector
-from macbook_optimization.memory_management import (
-    peak_bytes,
-)
+from macbook_optimization.memory_management import peak_bytes
 from macbook_optimization.progress_monitoring import ProgressDisplay
-from trm.backends.base import Learner, StepBatch, StepResult, StepSettings, load_backend
-from trm.batches import Order, Slots
+from macbook_optimization.resource_monitoring import PowerMonitor
+from trm.backends.base import StepResult, load_backend
 from trm.config import RunConfig
-from trm.runs import Plan, Run, begin, check_recipe, open_run
+from trm.runs import Plan, Run, begin, open_run
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
 from trm.training.evaluation import evaluate
 from trm.training.interruption import Interrupted, stop_signals
-from trm.training.schedule import cycles_of_step, learning_rate_factor
-from trm.training.watching import Display, MemoryWatch, MetricsLog
+from trm.training.saving import Saver
+from trm.training.state import TrainingState
+from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch
 
+SKIPS_IN_A_ROW = 3
 EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
 NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
 
@@ -75,15 +77,18 @@ def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Di
     splits = open_splits(config, task)
     run, backend = open_run(path, config), load_backend()
     backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
-    learner = backend.learner(
-        config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
+    make_learner = partial(
+        backend.learner, config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
         plan.gradient_checkpointing,
     )  # fmt: skip
-    trainer = Trainer(config, plan, task, splits, learner, run, display)
+    state = TrainingState(config, plan, task, splits[0], make_learner)
+    trainer = Trainer(config, state, splits[1], run, display)
     trainer.resume()
-    begin(run, config, plan)
-    run.write("hardware.json", json.dumps(describe_machine(), indent=2))
-    with stop_signals() as check, trainer.watch.monitor:
+    begin(run, config)
+    trainer.journal.write("plan.json", json.dumps(plan.to_json(), indent=2))
+    trainer.journal.event("plan", **plan.to_json())  # the events are the history of how a run was carried out
+    trainer.journal.write("hardware.json", json.dumps(describe_machine(), indent=2))
+    with stop_signals() as check, trainer.watch.monitor, trainer.power.monitor:
         return trainer.run(limits, check)
 
 
@@ -102,40 +107,24 @@ def open_splits(config: RunConfig, task: Task) -> tuple[Split, Split]:
 
 
 class Trainer:
-    """The state of one run while it is going on."""
+    """One run while it is going on: what is looked at, answered and kept between two steps."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        plan: Plan,
-        task: Task,
-        splits: tuple[Split, Split],
-        learner: Learner,
-        run: Run,
-        display: Display,
+        self, config: RunConfig, state: TrainingState, test_split: Split, run: Run, display: Display
     ) -> None:
-        self.config, self.plan, self.task, self.learner = config, plan, task, learner
-        self.watch = MemoryWatch(config.plan, plan, run, display)
-        self.train_split, self.test_split = splits
-        self.directory, self.display = run, display
-        self.checkpoints = run.checkpoints(config.checkpoints.keep)
-        self.order = Order(
-            seed=config.seed,
-            num_slots=config.training.effective_batch_size,
-            group_indices=self.train_split.group_indices,
-            puzzle_indices=self.train_split.puzzle_indices,
-        )
-        self.data_fingerprint = fingerprint(self.train_split)
+        self.config, self.state, self.test_split, self.display = config, state, test_split, display
+        self.directory, self.journal = run, Journal(run, display)
+        self.watch = MemoryWatch(config, state.plan, self.journal, display)
+        self.power = PowerWatch(config.plan, PowerMonitor())
+        settings = config.checkpoints
+        self.checkpoints = run.checkpoints(settings.keep, settings.keep_every_hours)
+        self.saver = Saver(settings, self.checkpoints, self.journal, display)
         self.judged_by = {
             **config.evaluation.model_dump(include={"depth", "settle", "examples"}),
-            "data": fingerprint(self.test_split),
+            "data": fingerprint(test_split),
         }
-        self.slots = Slots.new(self.order.num_slots)
-        self.step = 0
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
-        self.saved: Checkpoint | None = None
-        self.saved_at = self.started
         self.evaluated = 0  # the last step whose weights were evaluated
         self.best: dict[str, Any] | None = None
 
@@ -144,125 +133,147 @@ class Trainer:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self) -> None:
-        checkpoint, damaged = self.checkpoints.recover()
-        for problem in damaged:
-            self.directory.event("damaged", checkpoint=problem)
-            self.display.message(f"A checkpoint is damaged: {problem}.")
+        checkpoint = self._recover()
         if checkpoint is None:
+            self.checkpoints.check_space(self.state.learner.tensors())
             return
-        check_recipe(self.config, checkpoint)
-        metadata = checkpoint.metadata
-        if metadata["data"] not in (None, self.data_fingerprint):  # None: imported weights
-            raise RunError(
-                f"{self.directory.path} was trained on other data than {self.config.data.path}",
-                hint="Use the same dataset, another --run directory, or --fresh.",
-            )
-        self.learner.restore(checkpoint.load_all())
-        self.slots = Slots.from_lists(metadata["slots"])
-        self.step, self.seconds_before, self.saved = checkpoint.step, metadata["seconds"], checkpoint
-        self.evaluated = metadata["evaluated"]
+        saved = self.state.restore(checkpoint)
+        self.saver.step = checkpoint.step
+        self.seconds_before, self.evaluated = saved.seconds, saved.evaluated
         best = self.checkpoints.best()
         if best is not None and best.get("judged_by") == self.judged_by:
             self.best = best  # otherwise its accuracy is of another test, and says nothing here
-        self.directory.event("resumed", step=self.step)
-        self.display.message(f"Resuming {self.directory.path} after step {self.step}.")
+        changes = self.state.changes_since(saved)
+        self.journal.event("resumed", step=checkpoint.step, changes=changes)
+        with_changes = f" ({', '.join(changes)})" if changes else ""
+        self.display.message(f"Resuming {self.directory.path} after step {checkpoint.step}{with_changes}.")
+        try:
+            self.checkpoints.check_space(self.state.learner.tensors())
+        except CheckpointError as error:
+            self.display.message(f"warning: {error}. Nothing can be saved until there is room.")
+
+    def _recover(self) -> Checkpoint | None:
+        checkpoint, damaged = self.checkpoints.recover()
+        for problem in damaged:
+            self.journal.event("damaged", checkpoint=problem)
+            self.display.message(f"A checkpoint is damaged: {problem}.")
+        return checkpoint
 
     def run(self, limits: Limits, check: Callable[[], None]) -> Outcome:
-        self.started = self.saved_at = time.monotonic()
-        log = MetricsLog(self.directory)
+        self.started = self.saver.at = time.monotonic()
+        log = MetricsLog(self.journal)
         try:
             while True:
-                if self._evaluation_is_due():
-                    self._evaluate(check)
-                if self._save_is_due():
-                    self._save()
+                self._keep(check)
                 if (reason := self._finished(limits)) is not None:
                     break
                 check()
                 before = time.monotonic()
-                rate, result = self._one_step(check)
+                try:
+                    rate, result = self._step(check)
+                except NonFiniteError as trouble:
+                    self._pass_over(trouble)
+                    continue
                 took, size = time.monotonic() - before, self.watch.memory.batch_size
-                log.add(self.step, result, rate, took, self.seconds, size)
+                log.add(self.state.step, result, rate, took, self.seconds, size)
                 self._show(log)
-                self.watch.collect_garbage(self.step)
+                self.watch.collect_garbage(self.state.step)
         except Interrupted:
             reason = "interrupted"
-        self._save()
+        self.saver.insist(self._save, check)
+        if self.best is not None and self.best["step"] == self.state.step:
+            self.saver.mark_best(self.best)  # again, if the disk was full when it was found
         log.write()
-        self.directory.event("stopped", reason=reason, step=self.step, peak_bytes=peak_bytes())
+        self.journal.event("stopped", reason=reason, step=self.state.step, peak_bytes=peak_bytes())
         target = self.config.evaluation.target_accuracy
-        return Outcome(self.directory.path, reason, self.step, self.seconds, self.best, target)
+        return Outcome(self.directory.path, reason, self.state.step, self.seconds, self.best, target)
+
+    def _keep(self, check: Callable[[], None]) -> None:
+        """What is due between two steps."""
+        try:
+            if self._evaluation_is_due():
+                self._evaluate(check)
+            if (percent := self.power.battery_fell()) is not None:
+                self.journal.event("low battery", percent=percent, step=self.state.step)
+                self.display.message(f"The battery is at {percent:.0f} %; saving.")
+                self._save()
+            if self.saver.is_due(self.state.step):
+                self._save()
+            if (reason := self.power.too_hot()) is not None:
+                self._cool(reason, check)
+        except NonFiniteError as trouble:  # found in the weights, so there is nothing to go on with
+            self._roll_back(trouble)
+
+    def _cool(self, reason: str, check: Callable[[], None]) -> None:
+        if self.power.cooled_at is None:  # the beginning of it; later saves come as they are due
+            self._save()
+        seconds = self.config.plan.cooling_delay_seconds
+        self.journal.event("cooling break", reason=reason, seconds=seconds, step=self.state.step)
+        self.display.message(f"A pause of {seconds:g} s: {reason}.")
+        self.power.cool(check)
 
     def _finished(self, limits: Limits) -> str | None:
-        target = self.config.evaluation.target_accuracy
-        if target is not None and self.best is not None and self.best["exact_accuracy"] >= target:
+        if self._reached_target(self.best):
             return "target"
-        if self.step >= self.config.training.max_steps:
+        if self.state.step >= self.config.training.max_steps:
             return "max_steps"
-        if limits.max_step is not None and self.step >= limits.max_step:
+        if limits.max_step is not None and self.state.step >= limits.max_step:
             return "limit"
         if limits.max_seconds is not None and time.monotonic() - self.started >= limits.max_seconds:
             return "limit"
         return None
 
+    def _reached_target(self, best: dict[str, Any] | None) -> bool:
+        target = self.config.evaluation.target_accuracy
+        return target is not None and best is not None and best["exact_accuracy"] >= target
+
     def _evaluation_is_due(self) -> bool:
         """Asked before each step and not after it, so that an evaluation that was interrupted comes again."""
-        last = self.step >= self.config.training.max_steps
-        return self.evaluated != self.step and (last or self.step % self.config.evaluation.every_steps == 0)
+        step, last = self.state.step, self.state.step >= self.config.training.max_steps
+        return self.evaluated != step and (last or step % self.config.evaluation.every_steps == 0)
 
-    def batch(self, slots: Slots) -> StepBatch:
-        """A pure function of where the slots are."""
-        examples, puzzles = self.order.examples(slots.k)
-        inputs, labels = self.train_split.rows(examples)
-        if self.config.data.augment:
-            draws = self.order.augmentation_draws(slots.k, self.task.num_draws)
-            inputs, labels = self.task.augment(inputs, labels, draws)
-        return StepBatch(inputs, labels, self.train_split.puzzle_identifiers[puzzles], slots.fresh)
-
-    def _one_step(self, check: Callable[[], None]) -> tuple[float, StepResult]:
-        config, training = self.config, self.config.training
-        slots, step = self.slots.refilled(), self.step + 1
-        factor = learning_rate_factor(step, training)
-        settings = StepSettings(
-            step=step,
-            cycles=cycles_of_step(step, config.model, training, config.seed),
-            learning_rate=factor * training.learning_rate,
-            puzzle_emb_lr=factor * training.puzzle_emb_lr,
-        )
-        batch = self.batch(slots)
-        result = None
-        while result is None:
-            result = self._whole_step(batch, settings, check)
-        max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
-        self.slots = slots.supervised_once(
-            result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
-        )
-        self.step = step
-        return settings.learning_rate, result
-
-    def _whole_step(
-        self, batch: StepBatch, settings: StepSettings, check: Callable[[], None]
-    ) -> StepResult | None:
-        """None if there was too little memory for it, and smaller cuts are to be tried."""
-
+    def _step(self, check: Callable[[], None]) -> tuple[float, StepResult]:
         def next_cut(slots_done: int) -> int:
             if slots_done:
                 check()
-                self.display.update("this step", slots_done, self.order.num_slots, f"step {settings.step}")
-            return self.watch.micro_batch_size(self.step)
+                facts = f"step {self.state.step + 1}"
+                self.display.update("this step", slots_done, self.state.order.num_slots, facts)
+            return self.watch.micro_batch_size(self.state.step)
 
-        try:
-            return self.learner.step(batch, settings, next_cut)
-        except AllocationFailed as failure:
-            if failure.torn:
-                raise
-        self.watch.make_room(self.step)
-        return None
+        while True:
+            try:
+                return self.state.advance(next_cut)
+            except AllocationFailed as failure:
+                if failure.torn:
+                    raise
+            self.watch.make_room(self.state.step)
+
+    def _pass_over(self, trouble: NonFiniteError) -> None:
+        self.state.skip()
+        self.journal.event("step skipped", step=self.state.step, cause=str(trouble))
+        self.display.message(f"{trouble} It is skipped.")
+        if self.state.skipped_in_a_row >= SKIPS_IN_A_ROW:
+            self._roll_back(trouble)
+
+    def _roll_back(self, trouble: NonFiniteError) -> None:
+        state, step = self.state, self.state.step
+        if state.rolled_back_from is not None:
+            raise NonFiniteError(
+                f"{trouble} Going back to the last good checkpoint with {state.learning_rate_scale:g} of the "
+                "learning rate did not help. That checkpoint is intact.",
+                hint="Start a new run with a lower training.learning_rate; `trm checkpoint import` takes the "
+                "weights of this one along.",
+            )
+        state.go_back(self._recover())
+        self.evaluated = min(self.evaluated, state.step)
+        scale = state.learning_rate_scale
+        self.journal.event("rolled back", step=step, to=state.step, learning_rate_scale=scale)
+        self.display.message(f"Going back to step {state.step} with {scale:g} of the learning rate.")
 
     def _show(self, log: MetricsLog) -> None:
         best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
         facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
-        self.display.update("training", self.step, self.config.training.max_steps, facts)
+        self.display.update("training", self.state.step, self.config.training.max_steps, facts)
 
     def _evaluate(self, check: Callable[[], None]) -> None:
         def after_chunk(done: int, total: int) -> None:
@@ -273,43 +284,36 @@ class Trainer:
         while found is None:
             with suppress(AllocationFailed):
                 found = evaluate(
-                    self.learner.answerer(),
+                    self.state.learner.answerer(),
                     self.test_split,
                     self.config.evaluation,
                     EVALUATION_CUT * self.watch.memory.batch_size,
                     after_chunk,
                 )
             if found is None:
-                self.watch.make_room(self.step)
-        self.evaluated = self.step
-        row = {"step": self.step, "seconds": self.seconds, **asdict(found)}
-        self.directory.append("metrics.jsonl", row)
+                self.watch.make_room(self.state.step)
+        self.evaluated = self.state.step
+        row = {"step": self.state.step, "seconds": self.seconds, **asdict(found)}
+        self.journal.append("metrics.jsonl", row)
         if self.best is None or found.exact_accuracy > self.best["exact_accuracy"]:
-            saved = self._save()
-            self.best = {"checkpoint": saved.path.name, **row, "judged_by": self.judged_by}
-            self.checkpoints.mark_best(self.best)
+            self._keep_best(row)
         self.display.message(
-            f"step {self.step:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
+            f"step {row['step']:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
             f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
         )
 
-    def _save_is_due(self) -> bool:
-        settings = self.config.checkpoints
-        by_step = settings.every_steps is not None and self.step % settings.every_steps == 0
-        return by_step or time.monotonic() - self.saved_at >= settings.every_seconds
+    def _keep_best(self, row: dict[str, Any]) -> None:
+        """A best that could not be saved is none, unless the run ends here and saves at last."""
+        name = self.checkpoints.path(self.state.step).name
+        best = {"checkpoint": name, **row, "judged_by": self.judged_by}
+        if self._save():
+            self.saver.mark_best(best)
+        elif not self._reached_target(best):
+            return
+        self.best = best
 
-    def _save(self) -> Checkpoint:
-        if self.saved is None or self.saved.step != self.step:
-            metadata = {
-                "recipe": self.config.what_is_learned(),
-                "shape": asdict(self.train_split.shape),
-                "data": self.data_fingerprint,
-                "slots": self.slots.to_lists(),
-                "seconds": self.seconds,
-                "evaluated": self.evaluated,
-                "plan": self.plan.to_json(),
-                "versions": {name: version(name) for name in ("torch", "numpy", "safetensors")},
-            }
-            self.saved = self.checkpoints.save(self.step, self.learner.tensors(), metadata)
-        self.saved_at = time.monotonic()
-        return self.saved
+    def _save(self) -> bool:
+        state = self.state
+        if state.rolled_back_from is not None and state.step > state.rolled_back_from:
+            state.rolled_back_from = None  # it is past what stopped it
+        return self.saver.save(state.step, state.learner.tensors(), state.saved(self.seconds, self.evaluated))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -24,13 +24,10 @@ from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import RunConfig
 from trm.tasks.base import TaskShape
 from trm.training.probe import Size
+from trm.training.watching import Say
 
 PROBE_SECONDS = 600
 BUSY_PERCENT = 25  # of all cores; speeds that are measured beside such a program are not worth keeping
-
-
-class Say(Protocol):
-    def message(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from macbook_optimization.training_config_adapter import Checkpointing, Training
 from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
-from trm.training.measuring import Measured, Question, Say, measure
+from trm.training.measuring import Measured, Question, measure
 from trm.training.probe import address_line, memory_line
+from trm.training.watching import Say
 
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
 NEARLY_AS_FAST = 0.95

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,13 @@ from macbook_optimization.memory_management import (
     peak_bytes,
 )
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.base import Learner, StepSettings, load_backend
+from trm.backends.base import StepSettings, load_backend
 from trm.config import RunConfig
-from trm.runs import DEFAULT_PLAN, Run
+from trm.runs import DEFAULT_PLAN
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
-from trm.training.loop import EVALUATION_CUT, Trainer
-from trm.training.watching import SilentDisplay
+from trm.training.loop import EVALUATION_CUT
+from trm.training.state import TrainingState
 
 FIRST_SIZE = 4
 SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
@@ -139,14 +140,14 @@ class _Stepper:
         self.step = 0
 
     def begin(self) -> None:
-        config, (train, test) = self.config, self.splits
-        self.learner: Learner = self.backend.learner(
-            config.model_in(self.precision), config.training, train.shape, config.seed, self.checkpointing
-        )
-        nowhere = Run(config.data.path)
-        task = load_task(config.task)
-        trainer = Trainer(config, DEFAULT_PLAN, task, (train, test), self.learner, nowhere, SilentDisplay())
-        self.batch = trainer.batch(trainer.slots.refilled())
+        config, train = self.config, self.splits[0]
+        make_learner = partial(
+            self.backend.learner, config.model_in(self.precision), config.training, train.shape, config.seed,
+            self.checkpointing,
+        )  # fmt: skip
+        state = TrainingState(config, DEFAULT_PLAN, load_task(config.task), train, make_learner)
+        self.learner = state.learner
+        self.batch = state.batch(state.slots.refilled())
 
     def _some_slots(self, size: int, cuts: int) -> float:
         """Seconds for a step of so many cuts."""

@@ -2,7 +2,7 @@
 
 Out of memory is no exception on a real machine: the process is killed. So the parent reads how its child
 ended, makes the plan smaller and starts it again from the newest good checkpoint. A recipe learns the same
-with any plan, so nothing else changes. It gives up after three deaths at the smallest plan.
+with any plan, so nothing else changes. It gives up after three deaths at the smallest plan without progress.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
+from macbook_optimization.linux_readers import oom_kills
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.config import RunConfig, differences
 from trm.runs import Plan, Run, open_run, set_aside
@@ -24,9 +25,11 @@ from trm.tasks.base import Task
 from trm.training.fitting import estimate, fitted, too_large
 from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
 from trm.training.planning import Planner
-from trm.training.watching import Display
+from trm.training.state import PLAN_FACTS
+from trm.training.watching import Display, Journal
 
-DEATHS_AT_THE_SMALLEST_PLAN = 3
+# At one plan, without a checkpoint between them; by want of memory, and by hand.
+DEATHS_WITHOUT_PROGRESS = {False: 3, True: 10}
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,7 +58,7 @@ def prepare(
     planner = Planner(config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
-    plan = planner.choose()
+    plan = _plan_so_far(run, planner) or planner.choose()
     if plan is None:
         raise too_large(planner)
     for warning in plan.warnings:
@@ -64,6 +67,19 @@ def prepare(
     if (forecast := _forecast(planner.config, plan)) is not None:
         display.message(forecast)
     return Job(planner.config, run, plan, planner)
+
+
+def _plan_so_far(run: Run, planner: Planner) -> Plan | None:
+    """Deterministic training goes on with the plan that it has: another cut or thread rounds otherwise."""
+    config, plan = planner.config, run.plan
+    if not config.training.deterministic or plan is None:
+        return None
+    by_hand = {name: getattr(config.plan, name) for name in PLAN_FACTS}
+    kept = all(value in (None, getattr(plan, name)) for name, value in by_hand.items())
+    fits = plan.threads <= planner.hardware.cpu.compute_threads
+    if plan.predicted_peak_bytes is not None:
+        fits = fits and plan.predicted_peak_bytes <= planner.budget.resident_bytes
+    return plan if kept and fits else None
 
 
 def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
@@ -122,11 +138,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
 
-def supervise(job: Job, limits: Limits) -> Outcome:
-    """Trains to the end, whatever kills the trainer on the way."""
-    plan, deaths_at_smallest = job.plan, 0
+def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
+    """Trains to the end, whatever kills the trainer on the way. Both hold the lock of the run."""
+    plan, deaths, step = job.plan, 0, job.run.checkpoints().newest_step()
     started = time.monotonic()
     while True:
+        kills_before = oom_kills()
         try:
             facts = run_in_child(
                 "trm.training.loop:train_in_child",
@@ -138,19 +155,33 @@ def supervise(job: Job, limits: Limits) -> Outcome:
                 },
                 environment=environment(plan.threads, compact=plan.allocator == "compact"),
                 in_front=True,
+                inherited=() if lock is None else (lock,),
             )
             return Outcome(**{**facts, "run": Path(facts["run"])})
         except MemoryBudgetError:  # a plan by hand, for a model that cannot even be built
             raise too_large(job.planner) from None
         except ChildDied as death:
-            smaller = plan_after(death, plan, job.config.training.effective_batch_size)
-            if smaller == plan:
-                deaths_at_smallest += 1
+            if death.signal == signal.SIGBUS:  # what a file does that was cut short under a map
+                open_splits(job.config, load_task(job.config.task))
+            by_hand = _killed_by_hand(death, kills_before)
+            if not (by_hand and job.config.training.deterministic):
+                smaller = plan_after(death, plan, job.config.training.effective_batch_size)
+            else:
+                smaller = plan  # another one would round otherwise, and nothing says that it would help
+            reached = job.run.checkpoints().newest_step()
+            if reached != step:
+                deaths, step = 0, reached
+            deaths += smaller == plan
             hopeless = smaller == plan and death.code == NO_MEMORY  # it would fail in the same place
-            if hopeless or deaths_at_smallest >= DEATHS_AT_THE_SMALLEST_PLAN:
-                raise _given_up(job, death, deaths_at_smallest) from None
+            if hopeless or deaths >= DEATHS_WITHOUT_PROGRESS[by_hand]:
+                raise _given_up(job, death, deaths, by_hand) from None
             _note(job, death, smaller)
             plan = smaller
+
+
+def _killed_by_hand(death: ChildDied, kills_before: int | None) -> bool:
+    """Or by a program: the kernel counts those that it kills for want of memory."""
+    return death.signal == signal.SIGKILL and kills_before is not None and oom_kills() == kills_before
 
 
 def _remaining(limits: Limits, seconds: float) -> Limits:
@@ -191,10 +222,16 @@ def _note(job: Job, death: ChildDied, plan: Plan) -> None:
         f"{plan.micro_batch_size} examples."
     )
     if (job.run.path / "recipe.yaml").exists():
-        job.run.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
+        journal = Journal(job.run, job.planner.say)
+        journal.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
 
 
-def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
+def _given_up(job: Job, death: ChildDied, deaths: int, by_hand: bool) -> LaptopError:
+    if by_hand and job.config.training.deterministic:
+        return RunError(
+            f"The trainer {death}, {deaths} times without a checkpoint between, and not by the kernel.",
+            hint="Find out what kills it; the same command goes on from the newest checkpoint.",
+        )
     try:
         (needed,) = estimate(job.planner, [job.config])
     except ChildDied:

@@ -1,14 +1,17 @@
-"""What a run shows and writes down while it goes on, and its answer to memory pressure."""
+"""What a run shows and writes down while it goes on, and its answers to memory, heat and batteries."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
 import psutil
 
-from macbook_optimization.errors import AllocationFailed
+from macbook_optimization.errors import AllocationFailed, RunError
 from macbook_optimization.memory_management import (
     MIB,
     Adjustment,
@@ -17,14 +20,18 @@ from macbook_optimization.memory_management import (
     PressureSettings,
 )
 from macbook_optimization.performance_reporting import MemoryLeakDetector
+from macbook_optimization.resource_monitoring import PowerMonitor
 from trm.backends.base import StepResult
-from trm.config import PlanSettings
+from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan, Run
 
 
-class Display(Protocol):
-    def update(self, what: str, done: int, total: int, facts: str = "") -> None: ...
+class Say(Protocol):
     def message(self, text: str) -> None: ...
+
+
+class Display(Say, Protocol):
+    def update(self, what: str, done: int, total: int, facts: str = "") -> None: ...
 
 
 class SilentDisplay:
@@ -32,10 +39,90 @@ class SilentDisplay:
     def message(self, text: str) -> None: ...
 
 
+class Journal:
+    """A run's metrics and events. What a full disk refuses waits here for room; training does not wait."""
+
+    def __init__(self, run: Run, display: Say) -> None:
+        self.run, self.display = run, display
+        self.waiting: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=10_000)
+        self.warned = False
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        self.waiting.append((name, row))
+        try:
+            while self.waiting:
+                self.run.append(*self.waiting[0])
+                self.waiting.popleft()
+            self.warned = False
+        except RunError as error:
+            self._warn(error)
+
+    def event(self, what: str, **facts: Any) -> None:
+        self.append("events.jsonl", {"time": time.time(), "event": what, **facts})
+
+    def write(self, name: str, text: str) -> None:
+        try:
+            self.run.write(name, text)
+        except RunError as error:
+            self._warn(error)
+
+    def _warn(self, error: RunError) -> None:
+        if not self.warned:
+            self.display.message(f"warning: {error}. Training goes on.")
+        self.warned = True
+
+
+class PowerWatch:
+    """When to save because the machine may go off, and when to let it cool."""
+
+    ONCE_IN_SECONDS = 60.0  # a pause of a few seconds, so rarely, costs little
+
+    def __init__(self, settings: PlanSettings, monitor: PowerMonitor) -> None:
+        self.settings, self.monitor = settings, monitor
+        self.saved_at_percent = settings.low_battery_percent
+        self.cooled_at: float | None = None
+
+    def battery_fell(self) -> float | None:
+        """The percentage, each time that it is lower than ever and low."""
+        power = self.monitor.power
+        if power is None or not power.on_battery or power.battery_percent is None:
+            self.saved_at_percent = self.settings.low_battery_percent
+            return None
+        if power.battery_percent >= self.saved_at_percent:
+            return None
+        self.saved_at_percent = power.battery_percent
+        return power.battery_percent
+
+    def too_hot(self) -> str | None:
+        """Why a pause is due, if it is."""
+        thermal, now = self.monitor.thermal, time.monotonic()
+        if not self.settings.enable_thermal_monitoring or thermal is None:
+            return None
+        if self.cooled_at is not None and now - self.cooled_at < self.ONCE_IN_SECONDS:
+            return None
+        limit = self.settings.thermal_throttle_threshold
+        if limit is not None and thermal.temperature is not None and thermal.temperature > limit:
+            reason = f"the processor is at {thermal.temperature:.0f} degrees, more than {limit:g}"
+        elif limit is None and thermal.is_throttling:
+            reason = "the system slows the processor down"
+        else:
+            self.cooled_at = None
+            return None
+        return reason
+
+    def cool(self, check: Callable[[], None]) -> None:
+        end = time.monotonic() + self.settings.cooling_delay_seconds
+        while (left := end - time.monotonic()) > 0:
+            check()
+            time.sleep(min(0.2, left))
+        self.cooled_at = time.monotonic()
+
+
 class MemoryWatch:
     """The micro-batch of the moment: the plan's, or less while the machine has no room for it."""
 
-    def __init__(self, settings: PlanSettings, plan: Plan, run: Run, display: Display) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, journal: Journal, display: Display) -> None:
+        settings = config.plan
         self.monitor = MemoryMonitor()
         self.memory = MemoryManager(
             batch_size=plan.micro_batch_size,
@@ -43,13 +130,14 @@ class MemoryWatch:
             model=plan.memory,
             budget_bytes=plan.budget_bytes,
             settings=PressureSettings(
-                dynamic=settings.dynamic_batch_sizing,
+                # Another cut rounds otherwise, which deterministic training is not to do.
+                dynamic=settings.dynamic_batch_sizing and not config.training.deterministic,
                 shrink_above_percent=settings.memory_pressure_threshold,
                 grow_below_percent=settings.memory_pressure_threshold - 10,
             ),
         )
         self.collect_every = settings.garbage_collection_frequency
-        self.run, self.display = run, display
+        self.journal, self.display = journal, display
 
     def micro_batch_size(self, step: int) -> int:
         """After an answer to what the monitor has seen since the last cut."""
@@ -67,7 +155,7 @@ class MemoryWatch:
 
     def _tell(self, adjustment: Adjustment, step: int) -> None:
         what = "shrunk" if adjustment.after < adjustment.before else "grown"
-        self.run.event(f"batch {what}", step=step, **asdict(adjustment))
+        self.journal.event(f"batch {what}", step=step, **asdict(adjustment))
         self.display.message(
             f"The micro-batch is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
         )
@@ -79,14 +167,14 @@ class MemoryWatch:
         returned = self.memory.force_garbage_collection()
         if returned < MIB:
             self.collect_every = None
-            self.run.event("garbage collection returns nothing", step=step, returned_bytes=returned)
+            self.journal.event("garbage collection returns nothing", step=step, returned_bytes=returned)
 
 
 class MetricsLog:
     """Averages over the steps since the last row, and writes a row about once a second."""
 
-    def __init__(self, run: Run, every_seconds: float = 1.0) -> None:
-        self.run, self.every_seconds = run, every_seconds
+    def __init__(self, journal: Journal, every_seconds: float = 1.0) -> None:
+        self.journal, self.every_seconds = journal, every_seconds
         self.process = psutil.Process()
         self.leaks = MemoryLeakDetector()
         self.process.cpu_percent()  # the first call only starts the measurement
@@ -131,8 +219,8 @@ class MetricsLog:
             "rss_bytes": rss_bytes,
             "cpu_percent": self.process.cpu_percent(),
         }
-        self.run.append("metrics.jsonl", {**self.row, **more})
+        self.journal.append("metrics.jsonl", {**self.row, **more})
         leak = self.leaks.check_for_leaks(self.row["step"], rss_bytes)
         if leak is not None:
-            self.run.event("memory grows", **asdict(leak))
+            self.journal.event("memory grows", **asdict(leak))
         self.results, self.step_seconds = [], 0.0

@@ -13,7 +13,7 @@ from macbook_optimization.errors import CheckpointError, LaptopError
 from trm.backends.pytorch.exchange import (
     export_reference,
     from_reference,
-    import_reference,
+    import_weights,
     read_state_dict,
     to_reference,
 )
@@ -65,7 +65,7 @@ def reference_file(tmp_path, prefix="_orig_mod."):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_an_imported_file_comes_out_again_as_it_went_in(tmp_path, prefix):
     path, state = reference_file(tmp_path, prefix)
-    import_reference(path, recipe(tmp_path), tmp_path / "run")
+    import_weights(path, recipe(tmp_path), tmp_path / "run")
     export_reference(tmp_path / "run", tmp_path / "out.pt", compiled=bool(prefix))
     exported = read_state_dict(tmp_path / "out.pt")
     assert exported.keys() == state.keys()
@@ -79,10 +79,10 @@ def test_a_file_of_another_shape_is_refused_with_both_shapes(tmp_path):
     path, _ = reference_file(tmp_path)
     config = recipe(tmp_path).model_copy(update={"model": model_config(puzzle_emb_ndim=8, L_layers=1)})
     with pytest.raises(CheckpointError, match="do not fit the model of the recipe"):
-        import_reference(path, config, tmp_path / "run")
+        import_weights(path, config, tmp_path / "run")
     other = recipe(tmp_path).model_copy(update={"model": model_config(variant="transformer")})
     with pytest.raises(LaptopError):
-        import_reference(path, other, tmp_path / "run")
+        import_weights(path, other, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_wants_to_run_something_is_refused_and_nothing_runs(tmp_path
     torch.save({"w": torch.zeros(2), "x": Malicious(mark)}, torch_file)
     for path in (plain, torch_file):
         with pytest.raises(CheckpointError, match=r"asks for \w+\.system"):
-            import_reference(path, recipe(tmp_path), tmp_path / "run")
+            import_weights(path, recipe(tmp_path), tmp_path / "run")
     assert not mark.exists()
     assert not (tmp_path / "run").exists()
 
@@ -116,7 +116,7 @@ def test_nothing_beside_the_file_is_imported(tmp_path, monkeypatch):
     path, _ = reference_file(tmp_path)
     (tmp_path / "resource.py").write_text("open('ran', 'w')\nraise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    import_reference(path, recipe(tmp_path), tmp_path / "run")
+    import_weights(path, recipe(tmp_path), tmp_path / "run")
     assert not (tmp_path / "ran").exists()
 
 

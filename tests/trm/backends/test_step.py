@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 
-from macbook_optimization.errors import AllocationFailed, NonFiniteLossError
+from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from trm.backends.base import StepSettings
 from trm.backends.pytorch.memory import estimate_memory, state_bytes
 from trm.backends.pytorch.step import TorchLearner
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_a_number_leaves_the_weights_alone():
     with torch.no_grad():
         ours.model.embed_tokens.embedding_weight.fill_(float("nan"))
     before = {name: tensor.clone() for name, tensor in ours.model.state_dict().items()}
-    with pytest.raises(NonFiniteLossError, match="step 1"):
+    with pytest.raises(NonFiniteError, match="step 1"):
         take(ours)
     for name, tensor in ours.model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)

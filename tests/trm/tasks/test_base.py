@@ -87,6 +87,7 @@ def test_a_directory_that_is_no_dataset_is_refused(tmp_path):
 def test_a_set_with_groups_of_copies_opens(dataset):
     """As the public code writes it with augmentation: several puzzles a group, int64, ignored labels."""
     directory = dataset / "train"
+    (dataset / "build.json").unlink()  # which only our own sets have
     for field in ("inputs", "labels"):
         path = directory / f"all__{field}.npy"
         np.save(path, np.load(path).astype(np.int64))
@@ -109,7 +110,12 @@ def test_a_copy_elsewhere_has_the_same_fingerprint_and_a_changed_set_another(dat
     labels = np.load(copy / "train" / "all__labels.npy")
     labels[0, 0] = 3 if labels[0, 0] != 3 else 4
     np.save(copy / "train" / "all__labels.npy", labels)
-    assert fingerprint(open_split(copy, "train")) != original
+    with pytest.raises(DataError, match=r"train/all__labels.npy is not what was built") as refused:
+        open_split(copy, "train")
+    assert "build.json" in refused.value.hint
+    (copy / "build.json").unlink()
+    changed = fingerprint(open_split(copy, "train"))
+    assert [field for field in changed if changed[field] != original[field]] == ["labels"]
     description = dataset / "train" / "dataset.json"
     description.write_text(description.read_text().replace('"ignore_label_id": 0', '"ignore_label_id": 3'))
     assert fingerprint(open_split(dataset, "train")) != original

@@ -1,84 +1,78 @@
-"""Weights from and for the public TRM code.
+"""Weights from elsewhere: of the public TRM code, or of another run.
 
-Its checkpoints are `.pt` files: a zip with raw tensors and a pickle that says how to put them together.
-`torch.load(weights_only=True)` has been broken before, and Intel Macs cannot leave torch 2.2, so the pickle
-is read here by an unpickler that knows five harmless names, in a child process. Ours is safetensors.
-
-The names are the same but for a prefix, and the two initial latents that we keep as one tensor.
+The public code's names are the same but for a prefix, and the two initial latents that we keep as one tensor.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import resource
-import subprocess
-import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from macbook_optimization.errors import CheckpointError
-from trm.backends.pytorch.step import learner, load_weights
+from trm.backends.pytorch.step import check_shapes, learner, load_weights
+from trm.backends.state_dict_files import StoredTensor, stored_tensors
 from trm.batches import Slots
 from trm.config import ModelConfig, RunConfig
-from trm.runs import DEFAULT_PLAN, Run, begin, open_run
+from trm.runs import Run, SavedState, begin, check_compatible, open_run
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
 
 _PREFIXES = ("_orig_mod.", "model.", "inner.")  # compiled model, loss head, halting wrapper
 _INITIAL = {"trm": ("H_init", "L_init"), "singlez": ("L_init",), "transformer": ("H_init",)}
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-}
-_MAX_PICKLE_BYTES = 16 * 2**20
-_MAX_TENSOR_BYTES = 16 * 2**30
-_CHILD_SECONDS = 300
-_CRAFTED = (  # what reading a crafted file can raise
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_HEAD = ("lm_head.", "q_head.")  # what a new head replaces
+_TOKENS = ("embed_tokens.", "puzzle_emb.")  # and what depends on the task: replaced where it does not fit
 
 
-def import_reference(file: Path, config: RunConfig, path: Path) -> None:
-    """A run at step 0 that answers, and goes on training, with the weights of FILE."""
-    weights = from_reference(_read_in_child(file), config.model)
+def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: bool = False) -> list[str]:
+    """A run at step 0 that answers, and goes on training, with the weights of SOURCE, a file of the public
+    code or a run. Returns the names of those that are new."""
+    weights = _weights_of_run(source) if source.is_dir() else from_reference_file(source, config.model)
     made = learner(config.model, config.training, _shape(config), config.seed)
-    for model in (made.model, made.averaged):
-        load_weights(model, weights)
     run = open_run(path, config)
     if run.checkpoints().newest_step() is not None:
         raise CheckpointError(f"{path} already has checkpoints", hint="Choose a new --run directory.")
-    metadata = {
-        "recipe": config.what_is_learned(),
-        "shape": asdict(made.model.shape),
-        "data": None,  # nothing here has been learned from a dataset that we know
-        "slots": Slots.new(config.training.effective_batch_size).to_lists(),
-        "seconds": 0.0,
-        "evaluated": 0,
-    }
-    begin(run, config, DEFAULT_PLAN)
-    run.checkpoints().save(0, made.tensors(), metadata)
-    run.event("imported", file=str(file))
+    complete = _with_new_head(weights, made.model.state_dict()) if new_head else weights
+    for model in (made.model, made.averaged):
+        load_weights(model, complete)
+    state = SavedState(
+        recipe=config.what_is_learned(),
+        shape=asdict(made.model.shape),
+        data=None,  # nothing here has been learned from a dataset that we know
+        slots=Slots.new(config.training.effective_batch_size).to_lists(),
+    )
+    begin(run, config)
+    run.checkpoints().save(0, made.tensors(), state.model_dump(mode="json"))
+    run.event("imported", file=str(source))
+    return sorted(name for name in complete if complete[name] is not weights.get(name))
+
+
+def _weights_of_run(path: Path) -> dict[str, Tensor]:
+    run = Run(path)
+    checkpoint = run.checkpoints().best_or_newest()
+    check_compatible(checkpoint, run.config)
+    return checkpoint.load("ema" if run.config.training.ema else "weights")
+
+
+def _with_new_head(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whatever else does not fit is an error of `load_weights`."""
+
+    def taken(name: str, tensor: Tensor) -> Tensor:
+        replaced = name.startswith(_HEAD)
+        unfit = name not in theirs or theirs[name].shape != tensor.shape
+        return tensor if replaced or (unfit and name.startswith(_TOKENS)) else theirs.get(name, tensor)
+
+    check_shapes(_trunk(ours), _trunk(theirs), "The weights below the head do")
+    return {name: taken(name, tensor) for name, tensor in ours.items()}
+
+
+def _trunk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith((*_HEAD, *_TOKENS))}
 
 
 def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled: bool = True) -> int:
@@ -133,103 +127,23 @@ def _shape(config: RunConfig) -> TaskShape:
     return open_split(config.data.path, "train").shape
 
 
-def _read_in_child(file: Path) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as directory:
-        converted = Path(directory) / "weights.safetensors"
-        # -P: nothing that lies beside the file, in the current directory, is imported
-        command = [sys.executable, "-P", "-m", __name__, str(file), str(converted)]
-        try:
-            child = subprocess.run(
-                command, capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CheckpointError(f"{file} could not be read within {_CHILD_SECONDS} s") from error
-        if child.returncode != 0:
-            reason = child.stderr.strip().splitlines() or [
-                f"the reader died with exit code {child.returncode}"
-            ]
-            raise CheckpointError(
-                f"{file} is not a checkpoint that can be read safely: {reason[-1]}",
-                hint="Only a state dict of plain tensors, saved by torch 1.6 or newer, is read.",
-            )
-        return dict(load_file(converted))
+def from_reference_file(file: Path, model: ModelConfig) -> dict[str, Tensor]:
+    return from_reference(read_state_dict(file), model)
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """The tensors of a `.pt` file; raises `CheckpointError` at anything but plain tensors."""
+    tensors = stored_tensors(file)
     try:
         with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            if len(names) != 1:
-                raise CheckpointError("the zip holds no single data.pkl")
-            _check_sizes(archive, names[0])
-            with archive.open(names[0]) as stream:
-                state = _TensorsOnly(stream, archive, names[0].removesuffix("data.pkl")).load()
-    except zipfile.BadZipFile as error:
-        raise CheckpointError("it is not a zip file") from error
-    except _CRAFTED as error:
-        raise CheckpointError(f"its contents do not fit together ({error})") from error
-    if not isinstance(state, dict) or not state:
-        raise CheckpointError("it is not a state dict")
-    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
-        raise CheckpointError("it holds something else than named tensors")
-    return state
+            return {name: _read_tensor(archive, tensor) for name, tensor in tensors.items()}
+    except (zipfile.BadZipFile, LookupError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{file}: its contents do not fit together ({error})") from error
 
 
-def _check_sizes(archive: zipfile.ZipFile, pickle_name: str) -> None:
-    entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError("it has compressed entries, which torch never writes")
-    if archive.getinfo(pickle_name).file_size > _MAX_PICKLE_BYTES:
-        raise CheckpointError("its table of contents is too large")
-    if sum(entry.file_size for entry in entries) > _MAX_TENSOR_BYTES:
-        raise CheckpointError(f"it is larger than {_MAX_TENSOR_BYTES // 2**30} GiB")
-
-
-class _StateDict(dict[str, Tensor]):
-    """What a module's state dict is rebuilt as: it carries an attribute, which a plain dict cannot."""
-
-
-class _TensorsOnly(pickle.Unpickler):
-    """Resolves no name outside this table, so loading can build tensors and do nothing else."""
-
-    def __init__(self, stream: Any, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(stream)
-        self.archive, self.root = archive, root
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return _StateDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild_tensor
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("it refers to an unknown object")
-        content = bytearray(self.archive.read(f"{self.root}data/{key}"))
-        return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-
-
-def _rebuild_tensor(storage: Tensor, offset: int, size: Any, stride: Any, *ignored: Any) -> Tensor:
-    if math.prod(size) > storage.numel():  # a stride of 0 could make gigabytes of a few bytes
+def _read_tensor(archive: zipfile.ZipFile, stored: StoredTensor) -> Tensor:
+    content, dtype = bytearray(archive.read(stored.entry)), getattr(torch, stored.dtype)
+    storage = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    if math.prod(stored.size) > storage.numel():  # a stride of 0 could make gigabytes of a few bytes
         raise ValueError("a tensor is larger than its storage")
-    return storage.as_strided(size, stride, offset).clone()  # checks that it lies inside the storage
-
-
-def _main(source: str, target: str) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_CHILD_SECONDS, _CHILD_SECONDS))
-    try:
-        state = read_state_dict(Path(source))
-    except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(1)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, target)
-
-
-if __name__ == "__main__":
-    os.umask(0o077)
-    _main(*sys.argv[1:])
+    return storage.as_strided(stored.size, stored.stride, stored.offset).clone()  # checks that it lies inside

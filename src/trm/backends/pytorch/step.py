@@ -21,7 +21,7 @@ from macbook_optimization.errors import (
     AllocationFailed,
     CheckpointError,
     MemoryBudgetError,
-    NonFiniteLossError,
+    NonFiniteError,
 )
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
@@ -126,9 +126,12 @@ class TorchLearner:
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf")))
-        if not np.isfinite(loss + grad_norm):  # before the update: the weights are still good
-            raise NonFiniteLossError(
-                f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {settings.step}.",
+        rows = tensors.rows.grad if tensors.rows is not None else None
+        row_norm = 0.0 if rows is None else float(rows.norm())
+        if not np.isfinite(loss + grad_norm + row_norm):  # before the update: the weights are still good
+            raise NonFiniteError(
+                f"The loss is {loss:.4g} and the gradient norm {grad_norm + row_norm:.4g} at step "
+                f"{settings.step}.",
                 hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
             )
         self.optimizer.update(settings.step, settings.learning_rate)
@@ -156,13 +159,11 @@ class TorchLearner:
         return tensors
 
     def restore(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
-        load_weights(self.model, tensors["weights"])
-        if self.training.ema:
-            load_weights(self.averaged, tensors["ema"])
-        for name, moment in self.optimizer.moments.items():
-            moment.copy_(tensors["optimizer"][name])
-        if self.latents is not None:
-            self.latents = tensors["latents"]["latents"].to(self.model.dtype)
+        for group, ours in self.tensors().items():
+            check_shapes(ours, tensors.get(group, {}), f"The {group} of the checkpoint do")
+        for group, ours in self.tensors().items():
+            for name, tensor in ours.items():
+                tensor.copy_(tensors[group][name])
 
 
 class _Cuttable:
@@ -254,16 +255,20 @@ def _cycles_at_test_time(training: TrainingConfig, model: ModelConfig) -> int:
 
 
 def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    check_shapes(model.state_dict(), weights, "The weights do")
+    model.load_state_dict(weights)
+
+
+def check_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what_do: str) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     if expected != found:
         wrong = sorted(
             f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
             for name in {*expected, *found}
             if expected.get(name) != found.get(name)
         )
-        raise CheckpointError(f"The weights do not fit the model of the recipe: {'; '.join(wrong[:5])}")
-    model.load_state_dict(weights)
+        raise CheckpointError(f"{what_do} not fit the model of the recipe: {'; '.join(wrong[:5])}")
 
 
 def learner(

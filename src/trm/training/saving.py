@@ -1,0 +1,94 @@
+"""When a checkpoint is due, and what becomes of a save that fails: training goes on without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from macbook_optimization.checkpoint_management import CheckpointManager, Tensors
+from macbook_optimization.errors import CheckpointError
+from trm.config import CheckpointsConfig
+from trm.training.interruption import Interrupted
+from trm.training.watching import Display, Journal
+
+SHARE = 0.005  # of the time may go into saving
+RETRY_SECONDS = 10.0  # after a save that failed; looking for free space costs nothing
+
+
+class Saver:
+    """Times are of the monotonic clock, so a changed date or a night of sleep causes one save at most."""
+
+    def __init__(
+        self, settings: CheckpointsConfig, checkpoints: CheckpointManager, journal: Journal, display: Display
+    ) -> None:
+        self.settings, self.checkpoints = settings, checkpoints
+        self.journal, self.display = journal, display
+        self.step: int | None = None  # the newest that is safe
+        self.at = time.monotonic()
+        self.save_seconds = 0.0  # what the last one took
+        self.failed_at: float | None = None
+
+    @property
+    def every_seconds(self) -> float:
+        return max(self.settings.every_seconds, self.save_seconds / SHARE)
+
+    def is_due(self, step: int) -> bool:
+        now = time.monotonic()
+        if self.failed_at is not None:
+            return now - self.failed_at >= RETRY_SECONDS
+        by_step = self.settings.every_steps is not None and step % self.settings.every_steps == 0
+        return by_step or now - self.at >= self.every_seconds
+
+    def save(self, step: int, tensors: Tensors, metadata: dict[str, Any]) -> bool:
+        """Whether it is safe. `NonFiniteError` is not about saving, and comes through."""
+        started = time.monotonic()
+        if self.step != step:
+            try:
+                self.checkpoints.save(step, tensors, metadata)
+            except CheckpointError as error:
+                self._failed(step, error)
+                return False
+            self.save_seconds = time.monotonic() - started
+            self.step = step
+        if self.failed_at is not None:
+            self.journal.event("saved again", step=step)
+            self.display.message(f"Step {step} is saved.")
+        self.at, self.failed_at = time.monotonic(), None
+        return True
+
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        if self.failed_at is None:
+            self.journal.event("not saved", step=step, cause=str(error))
+            self.display.message(
+                f"warning: step {step} is not saved: {error}. Training goes on and saves when it can; "
+                f"{self.what_is_safe}."
+            )
+        self.failed_at = time.monotonic()
+
+    @property
+    def what_is_safe(self) -> str:
+        return "nothing is saved yet" if self.step is None else f"step {self.step} is safe"
+
+    def mark_best(self, best: dict[str, Any]) -> None:
+        try:
+            self.checkpoints.mark_best(best)
+        except CheckpointError as error:
+            self.display.message(f"warning: {error}")
+
+    def insist(self, save: Callable[[], bool], check: Callable[[], None]) -> None:
+        """At the end, the work of hours is only in memory: waits for room, until somebody says stop."""
+        told = False
+        while not save():
+            if not told:
+                self.display.message("Free some space; it is tried again until then. Ctrl-C gives up.")
+            told = True
+            try:
+                for _ in range(int(RETRY_SECONDS * 5)):
+                    check()
+                    time.sleep(0.2)
+            except Interrupted:
+                raise CheckpointError(
+                    f"What came after the newest checkpoint is lost: {self.what_is_safe}",
+                    hint="Free some disk space; the same command goes on from there.",
+                ) from None

@@ -1,0 +1,125 @@
+"""What a step changes and a checkpoint keeps: the learner, the slots and the step.
+
+A step either happened as a whole or not at all. One whose loss is not a number did not happen to the
+weights, but it did to the data: its examples are passed over, as another try would end the same.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from macbook_optimization.checkpoint_management import Checkpoint
+from trm.backends.base import Learner, StepBatch, StepResult, StepSettings
+from trm.batches import Order, Slots
+from trm.config import RunConfig
+from trm.runs import Plan, SavedState, check_compatible
+from trm.tasks.base import Split, Task, fingerprint
+from trm.training.schedule import cycles_of_step, learning_rate_factor
+
+LIBRARIES = ("torch", "numpy", "safetensors")
+PLAN_FACTS = ("micro_batch_size", "threads", "precision", "gradient_checkpointing", "allocator")
+
+
+class TrainingState:
+    def __init__(
+        self, config: RunConfig, plan: Plan, task: Task, split: Split, make_learner: Callable[[], Learner]
+    ) -> None:
+        self.config, self.plan, self.task, self.split = config, plan, task, split
+        self.make_learner = make_learner
+        self.order = Order(
+            seed=config.seed,
+            num_slots=config.training.effective_batch_size,
+            group_indices=split.group_indices,
+            puzzle_indices=split.puzzle_indices,
+        )
+        self.data = fingerprint(split)
+        self.learner = make_learner()
+        self.slots, self.step = Slots.new(self.order.num_slots), 0
+        self.skipped_in_a_row = 0
+        self.learning_rate_scale = 1.0
+        self.rolled_back_from: int | None = None  # the step at which the numbers were none
+
+    def restore(self, checkpoint: Checkpoint) -> SavedState:
+        """Raises, before anything is changed, if the checkpoint is of something else."""
+        saved = check_compatible(checkpoint, self.config, asdict(self.split.shape), self.data)
+        slots = Slots.from_lists(saved.slots, self.order.num_slots)
+        self.learner.restore(checkpoint.load_all())
+        self.slots, self.step = slots, checkpoint.step
+        self.skipped_in_a_row = saved.skipped_in_a_row
+        self.learning_rate_scale, self.rolled_back_from = saved.learning_rate_scale, saved.rolled_back_from
+        return saved
+
+    def saved(self, seconds: float, evaluated: int) -> dict[str, Any]:
+        return SavedState(
+            recipe=self.config.what_is_learned(),
+            shape=asdict(self.split.shape),
+            data=self.data,
+            slots=self.slots.to_lists(),
+            seconds=seconds,
+            evaluated=evaluated,
+            skipped_in_a_row=self.skipped_in_a_row,
+            learning_rate_scale=self.learning_rate_scale,
+            rolled_back_from=self.rolled_back_from,
+            plan=self.plan.to_json(),
+            versions=versions(),
+        ).model_dump(mode="json")
+
+    def batch(self, slots: Slots) -> StepBatch:
+        """A pure function of where the slots are."""
+        examples, puzzles = self.order.examples(slots.k)
+        inputs, labels = self.split.rows(examples)
+        if self.config.data.augment:
+            draws = self.order.augmentation_draws(slots.k, self.task.num_draws)
+            inputs, labels = self.task.augment(inputs, labels, draws)
+        return StepBatch(inputs, labels, self.split.puzzle_identifiers[puzzles], slots.fresh)
+
+    def advance(self, next_cut: Callable[[int], int]) -> tuple[float, StepResult]:
+        """One step, and its learning rate; whatever it raises, nothing has changed then."""
+        config, training = self.config, self.config.training
+        slots, step = self.slots.refilled(), self.step + 1
+        factor = self.learning_rate_scale * learning_rate_factor(step, training)
+        settings = StepSettings(
+            step=step,
+            cycles=cycles_of_step(step, config.model, training, config.seed),
+            learning_rate=factor * training.learning_rate,
+            puzzle_emb_lr=factor * training.puzzle_emb_lr,
+        )
+        result = self.learner.step(self.batch(slots), settings, next_cut)
+        max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
+        self.slots = slots.supervised_once(
+            result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
+        )
+        self.step, self.skipped_in_a_row = step, 0
+        return settings.learning_rate, result
+
+    def go_back(self, checkpoint: Checkpoint | None) -> None:
+        """To a checkpoint, or to the beginning, with half the learning rate."""
+        scale, step = self.learning_rate_scale / 2, self.step
+        if checkpoint is None:
+            self.learner, self.slots, self.step = self.make_learner(), Slots.new(self.order.num_slots), 0
+        else:
+            self.restore(checkpoint)
+        self.skipped_in_a_row, self.learning_rate_scale, self.rolled_back_from = 0, scale, step
+
+    def skip(self) -> None:
+        """The next step, without its update: every slot takes a new example, from fresh latents."""
+        self.slots, self.step = self.slots.refilled().all_halted(), self.step + 1
+        self.skipped_in_a_row += 1
+
+    def changes_since(self, saved: SavedState) -> list[str]:
+        """What is carried out otherwise than when the checkpoint was written; none of it is refused."""
+        before = {name: (saved.plan or {}).get(name) for name in PLAN_FACTS} | dict(saved.versions)
+        now = {name: self.plan.to_json()[name] for name in PLAN_FACTS} | versions()
+        return [
+            f"{name} {then} -> {now[name]}"
+            for name, then in before.items()
+            if then is not None and name in now and then != now[name]
+        ]
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
