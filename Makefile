@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEED ?= 0
 RUN ?= runs/sudoku-6x6-seed-$(SEED)
 
-.PHONY: install demo test test-fast check format docs bench clean
+.PHONY: install demo test test-fast faults check format docs bench clean
 
 install: $(INSTALLED)
 
@@ -28,6 +28,10 @@ test: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow'
+
+# Everything that is broken on purpose, in full: about an hour, and a table of tried and survived at the end.
+faults: install
+	TRM_FAULTS=full $(BIN)/python -m pytest tests/faults
 
 check: install
 	$(BIN)/ruff check .

@@ -34,6 +34,9 @@ Rate = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, lt=1, allow_
 BelowOne = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
+_MAX_RECIPE_LENGTH, _MAX_BRACKETS = 100_000, 1000
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -229,10 +232,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin} is not readable as YAML: {' '.join(str(error).split())}") from error
+    tree = _parse_yaml(text, origin)
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin} holds no recipe: a mapping with task, data, model and training")
     for override in overrides:
@@ -275,10 +275,18 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             child = node[parent] = {}
         node = child
+    node[leaf] = _parse_yaml(text, f"the value of {override!r}")
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    """The parser takes quadratic time for text that nests, which no recipe does; `safe_load` makes plain
+    values only, whatever tags the text has."""
+    if len(text) > _MAX_RECIPE_LENGTH or text.count("[") + text.count("{") > _MAX_BRACKETS:
+        raise ConfigError(f"{origin} is too large or too deep for a recipe")
     try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {override!r} is not readable as YAML") from error
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{origin} is not readable as YAML: {' '.join(str(error).split())}") from error
 
 
 def _describe(problem: Any, section: type[BaseModel]) -> str:

@@ -1,0 +1,56 @@
+"""What was tried and what was survived, in a table at the end."""
+
+import os
+import sys
+from collections import defaultdict
+
+import pytest
+
+FULL = os.environ.get("TRM_FAULTS") == "full"  # `make faults`; otherwise the short form
+
+_tried: dict[str, list[bool]] = defaultdict(list)
+_remarks: dict[str, str] = {}
+
+
+class Tally:
+    """Survivals of one kind of fault; a test asserts them one by one, and this remembers."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def add(self, survived):
+        _tried[self.what].append(bool(survived))
+        return survived
+
+    def remark(self, text):
+        _remarks[self.what] = text
+
+
+@pytest.fixture
+def tally():
+    return Tally
+
+
+@pytest.fixture
+def full():
+    return FULL
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not _tried:
+        return
+    width = max(len(what) for what in _tried)
+    terminalreporter.section("faults, full form" if FULL else "faults, short form")
+    terminalreporter.write_line(f"{'':{width}}  tried  survived")
+    for what, results in _tried.items():
+        remark = f"  {_remarks[what]}" if what in _remarks else ""
+        terminalreporter.write_line(f"{what:{width}}  {len(results):5d}  {sum(results):8d}{remark}")
+
+
+def pytest_collection_modifyitems(items):
+    """The files of other processes are told by /proc, which the interceptor reads."""
+    if sys.platform != "linux":
+        skip = pytest.mark.skip(reason="the fault tests need Linux")
+        for item in items:
+            if "faults" in item.path.parts:
+                item.add_marker(skip)

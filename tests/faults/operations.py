@@ -1,0 +1,120 @@
+"""Standing between a program and its files: every operation of `os` that changes one can be recorded,
+refused, torn or be the last that the process ever does."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    path: str  # of the file itself; where it comes from, for a rename
+    target: str = ""  # where it goes, for a rename
+    content: bytes = b""  # of a write
+    creates: bool = False  # an open that may make the file
+
+    def __str__(self):
+        return f"{self.name} {Path(self.target or self.path).name}".replace(".partial", "").lstrip(".")
+
+
+def _path(path, dir_fd):
+    path = os.fsdecode(path)
+    if dir_fd is not None and not os.path.isabs(path):
+        path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+    return os.path.abspath(path)
+
+
+def _describe(name, arguments, keywords) -> Operation:
+    if name in ("write", "fsync"):
+        path = os.readlink(f"/proc/self/fd/{arguments[0]}")
+        return Operation(name, path, content=bytes(arguments[1]) if name == "write" else b"")
+    if name in ("rename", "replace"):
+        return Operation("rename", *(_path(path, None) for path in arguments[:2]))
+    creates = name == "open" and bool(arguments[1] & os.O_CREAT)
+    return Operation(name, _path(arguments[0], keywords.get("dir_fd")), creates=creates)
+
+
+@contextmanager
+def intercepted(root: Path, decide: Callable[[Operation, Callable], object]) -> Iterator[None]:
+    """`decide` gets each operation on files below `root`, and the function that really does it."""
+    real = {name: getattr(os, name) for name in NAMES}
+    below = os.path.abspath(root)
+
+    def replacement(name):
+        def call(*arguments, **keywords):
+            operation = _describe(name, arguments, keywords)
+            if not f"{operation.path}/".startswith(f"{below}/"):
+                return real[name](*arguments, **keywords)
+            return decide(operation, lambda *instead: real[name](*(instead or arguments), **keywords))
+
+        return call
+
+    for name in NAMES:
+        setattr(os, name, replacement(name))
+    try:
+        yield
+    finally:
+        for name in NAMES:
+            setattr(os, name, real[name])
+
+
+def recorded(root: Path, function: Callable[[], object]) -> list[Operation]:
+    log: list[Operation] = []
+
+    def record(operation, really):
+        log.append(operation)
+        return really()
+
+    with intercepted(root, record):
+        function()
+    return log
+
+
+def killing(at: int, share: float | None) -> Callable[[Operation, Callable], object]:
+    """SIGKILL at the operation of this number: before it, or after that share of a write, or after it."""
+    count = 0
+
+    def decide(operation, really):
+        nonlocal count
+        count += 1
+        if count - 1 != at:
+            return really()
+        if share and operation.name != "write":
+            really()
+        elif share:
+            descriptor = next(fd for fd in _descriptors() if _points_to(fd, operation.path))
+            really(descriptor, operation.content[: int(share * len(operation.content))])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    return decide
+
+
+def _descriptors():
+    return sorted((int(name) for name in os.listdir("/proc/self/fd")), reverse=True)
+
+
+def _points_to(descriptor, path):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") == path
+    except OSError:
+        return False
+
+
+def in_fork(function: Callable[[], object]) -> int:
+    """The function in a copy of this process; returns how that ended, as `waitpid` tells it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]

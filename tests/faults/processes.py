@@ -1,0 +1,57 @@
+"""Real `trm train` processes, to be killed, stopped and started twice."""
+
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+import psutil
+from tiny import TRM
+
+RECIPE = (
+    "data.build={size: 6, blanks: 22, train: 500, test: 16}", "data.path=set", "plan.threads=2",
+    "plan.micro_batch_size=8", "training.deterministic=true", "training.depths={0: 2}",
+    "evaluation.every_steps=200", "evaluation.depth=2", "evaluation.target_accuracy=null",
+    "training.max_steps=100000", "checkpoints.every_steps=10",
+)  # fmt: skip
+
+
+def start(directory, *arguments, run="run", env=None):
+    log = (directory / "log").open("ab")
+    command = [TRM, "train", "sudoku-6x6", *RECIPE, *arguments, "--run", run]
+    return subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env=env)
+
+
+def trainer_of(process, seconds=30.0):
+    """The child that trains, once there is one."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children():
+                if any("train_in_child" in word for word in child.cmdline()):
+                    return child
+        time.sleep(0.01)
+    return None
+
+
+def kill(process):
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+
+
+def kill_all(process):
+    """As a machine does that loses its power: nobody gets to say anything."""
+    trainer = trainer_of(process, seconds=0.1)
+    kill(process)
+    if trainer is not None:
+        kill(trainer)
+        with suppress(psutil.NoSuchProcess):
+            trainer.wait(10)
+    process.wait(10)
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)

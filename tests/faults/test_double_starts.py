@@ -1,0 +1,65 @@
+"""Two trainers in one run directory would ruin each other's checkpoints: exactly one of them runs."""
+
+import time
+
+import pytest
+from faults.processes import kill, kill_all, start, trainer_of, wait_for
+
+from macbook_optimization.errors import RunError
+from trm.runs import Run, only_trainer
+
+
+@pytest.mark.slow
+def test_of_two_that_start_at_once_exactly_one_runs(tmp_path, tally, full):
+    tally, slowest = tally("two started at once"), 0.0
+    for _ in range(50 if full else 4):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        began = time.monotonic()
+        both = [start(tmp_path, "plan.threads=1"), start(tmp_path, "plan.threads=1")]
+        wait_for(lambda both=both: any(process.poll() is not None for process in both))
+        slowest = max(slowest, time.monotonic() - began)
+        losers = [process for process in both if process.poll() is not None]
+        winner = next(process for process in both if process not in losers)
+        runs = trainer_of(winner) is not None
+        text = log.read_text()
+        told = text.count("is being trained by process") == 1 and "hint: Wait for it" in text
+        survived = len(losers) == 1 and losers[0].returncode == 1 and runs and told
+        assert tally.add(survived), text
+        kill_all(winner)  # and leaves no stale lock to the next two
+    tally.remark(f"the other one left after {slowest:.2f} s at most, from the start of its process")
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_parent_was_killed_holds_the_run_until_it_has_saved(tmp_path):
+    process = start(tmp_path)
+    trainer = trainer_of(process)
+    wait_for(lambda: Run(tmp_path / "run").checkpoints().newest_step())
+    trainer.suspend()
+    kill(process)
+    process.wait()
+    with pytest.raises(RunError, match="still being saved"), only_trainer(tmp_path / "run"):
+        pass
+    trainer.resume()
+    trainer.wait(30)
+    with only_trainer(tmp_path / "run") as lock:
+        assert lock > 0
+    assert Run(tmp_path / "run").rows("events.jsonl")[-1]["reason"] == "interrupted"
+
+
+def test_the_lock_goes_with_its_holder(tmp_path):
+    in_use = pytest.raises(RunError, match="is being trained by process")
+    with only_trainer(tmp_path / "run"), in_use, only_trainer(tmp_path / "run"):
+        pass
+    with only_trainer(tmp_path / "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_in_a_place_that_cannot_be_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(RunError, match="Cannot create the run directory"),
+        only_trainer(tmp_path / "file" / "run"),
+    ):
+        pass

@@ -1,0 +1,190 @@
+"""A full disk, and operations that fail: training goes on, nothing is called saved that is not, and the
+next save after there is room succeeds."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+import torch
+from faults.operations import intercepted
+from tiny import Recorder, plan_of, run_config, sudoku_dataset
+
+from macbook_optimization.checkpoint_management import CheckpointManager, find_damage
+from macbook_optimization.errors import CheckpointError, RunError
+from trm.runs import Run
+from trm.training.loop import Limits, train
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return sudoku_dataset(tmp_path_factory.mktemp("data") / "set")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("trm.training.saving.RETRY_SECONDS", 0.0)
+
+
+def recipe(dataset):
+    every = {"every_steps": 2, "keep": 2}
+    return run_config(dataset, training__max_steps=STEPS, checkpoints=every, evaluation__every_steps=3)
+
+
+def weights(path):
+    checkpoint = Run(path).checkpoints().newest_good()
+    return checkpoint.step, checkpoint.load_all()
+
+
+def same(one, other):
+    """Bit for bit."""
+    return one[0] == other[0] and all(
+        torch.equal(tensor, other[1][group][name])
+        for group, named in one[1].items()
+        for name, tensor in named.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(recipe(dataset), path, plan_of(recipe(dataset)), Limits(), Recorder())
+    return weights(path)
+
+
+class Watcher(Recorder):
+    """Looks after every step whether what is said to be saved is there, and makes room when asked to."""
+
+    def __init__(self, path, make_room):
+        super().__init__()
+        self.path, self.make_room, self.honest, self.trained = path, make_room, True, 0
+
+    def update(self, what, done, total, facts=""):
+        if what == "training":
+            self.trained = done
+        self.honest = self.honest and all(
+            find_damage(path) is None for path in CheckpointManager(self.path)._newest_first()
+        )
+
+    def message(self, text):
+        super().message(text)
+        if "Free some space" in text:
+            self.make_room()
+
+
+def goes_on(config, path, make_room, undisturbed):
+    """Whether a run with something broken ends as one without, or says at the start why it cannot begin."""
+    watcher = Watcher(path, make_room)
+    try:
+        train(config, path, plan_of(config), Limits(), watcher)
+    except (CheckpointError, RunError) as refused:
+        return watcher.trained == 0 and CheckpointManager(path).newest_good() is None and bool(str(refused))
+    return watcher.honest and watcher.trained == STEPS and same(weights(path), undisturbed)
+
+
+class Failing:
+    """The operation of this number fails, once or from then on until it is mended."""
+
+    def __init__(self, number, lasting, code):
+        self.number, self.lasting, self.code = number, lasting, code
+        self.count, self.failed, self.mended = 0, False, False
+
+    def decide(self, operation, really):
+        self.count += 1
+        if not self.mended and (self.count == self.number or (self.lasting and self.count > self.number)):
+            self.failed = True
+            raise OSError(self.code, os.strerror(self.code), operation.path)
+        return really()
+
+    def mend(self):
+        self.mended = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_training_goes_on_whichever_operation_fails(
+    tmp_path, dataset, undisturbed, tally, full, lasting, code
+):
+    tally = tally(f"operation fails {'from then on' if lasting else 'once'}, {errno.errorcode[code]}")
+    for number in count(1, 1 if full else 31):
+        fault = Failing(number, lasting, code)
+        with intercepted(tmp_path / "run", fault.decide):
+            survived = goes_on(recipe(dataset), tmp_path / "run", fault.mend, undisturbed)
+        if not fault.failed:  # there are no more operations than that
+            break
+        assert tally.add(survived), f"operation {number}"
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    tally.remark("every one" if full else "every 31st")
+
+
+def in_tmpfs(directory, size_kib, *arguments):
+    """This file as a program, in a name space of its own in which a small file system is mounted there."""
+    directory.mkdir(exist_ok=True)
+    mount = f"mount -t tmpfs -o size={size_kib}k tmpfs {directory}"
+    command = f"{mount} && exec {sys.executable} {__file__} {directory} {' '.join(map(str, arguments))}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+
+
+def can_mount(tmp_path):
+    if shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_size_does_not_stop_training(tmp_path, dataset, undisturbed, tally, full):
+    if not can_mount(tmp_path):
+        pytest.skip("needs to mount a small file system, which is not allowed here")
+    tally = tally("disk full")
+    reference = tmp_path / "undisturbed"
+    reference.mkdir()
+    config = recipe(dataset)
+    train(config, reference / "run", plan_of(config), Limits(), Recorder())
+    sizes = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]  # KiB; two checkpoints: 90
+    done = []
+    for size in sizes if full else sizes[1::3]:
+        answer = in_tmpfs(tmp_path / "small", size, dataset, reference / "run")
+        assert answer.returncode == 0, answer.stderr
+        facts = json.loads(answer.stdout.splitlines()[-1])
+        done.append(facts)
+        assert tally.add(facts["survived"]), (size, facts)
+    assert any(facts["failed_saves"] for facts in done), "no disk was small enough to show anything"
+    tally.remark(f"{sum(facts['failed_saves'] for facts in done)} saves failed on the way")
+
+
+def main(directory, dataset, reference):
+    """Trains on a disk that has room again only when somebody is asked for it. The check for free space
+    is off: another program may take the space just after it."""
+    from pathlib import Path
+
+    from macbook_optimization import checkpoint_management
+    from trm.training import saving
+
+    torch.set_num_threads(1)
+    saving.RETRY_SECONDS = 0.0
+    checkpoint_management._SPARE_BYTES = -(2**40)
+    path, config = Path(directory) / "run", recipe(Path(dataset))
+
+    def make_room():
+        subprocess.run(["mount", "-o", "remount,size=4m", directory], check=True)
+
+    survived = goes_on(config, path, make_room, weights(Path(reference)))
+    events = [row["event"] for row in Run(path).rows("events.jsonl")]
+    facts = {"survived": bool(survived), "failed_saves": events.count("not saved")}
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

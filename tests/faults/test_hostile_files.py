@@ -1,0 +1,180 @@
+"""Files that somebody made up: refused in less than two seconds, and nothing in them is executed."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from faults.saves import manager_with
+from tiny import FOUR, TINY, TRM, run_config, sudoku_dataset
+
+from macbook_optimization.checkpoint_management import _signed
+
+RAN = "ran"  # what a file touches that gets something executed
+SECONDS = 2.0
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, (f"touch {RAN}",)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    sudoku_dataset(tmp_path / "set")
+    return tmp_path
+
+
+def refused(directory, *arguments):
+    """The error line of a command, which must come soon, be one, and leave nothing executed."""
+    best = float("inf")
+    for _ in range(3):  # the time is the file's, not that of a busy machine
+        started = time.monotonic()
+        answer = subprocess.run([TRM, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+        best = min(best, time.monotonic() - started)
+        assert answer.returncode in (1, 2), answer.stdout + answer.stderr
+        assert not (directory / RAN).exists()
+        if best < SECONDS:
+            break
+    assert best < SECONDS
+    assert "Traceback" not in answer.stderr
+    return answer.stdout + answer.stderr
+
+
+PICKLES = {
+    "a plain pickle": lambda path: path.write_bytes(pickle.dumps(Malicious())),
+    "a pickle in a zip": lambda path: _zip(path, pickle.dumps({"w": Malicious()})),
+    "a pickle behind a name that is allowed": lambda path: _zip(
+        path, b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.dumps(Malicious())[2:]
+    ),
+    "a pickle that takes all memory": lambda path: _zip(path, _doubling()),
+    "a pickle that nests": lambda path: _zip(path, b"\x80\x02" + b"(" * 1_000_000 + b"t" * 1_000_000 + b"."),
+    "a compressed bomb": lambda path: _zip(path, bytes(200_000_000), zipfile.ZIP_DEFLATED),
+}
+
+
+def _zip(path, content, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", content)
+
+
+def _doubling():
+    """A tuple of a tuple of a tuple, each twice the one before, turned into text at the end."""
+    return b"(I0\ntp0\n" + b"".join(f"(g{n}\ng{n}\ntp{n + 1}\n".encode() for n in range(60)) + b"."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_pickle_is_refused(directory, tally, kind):
+    PICKLES[kind](directory / "weights.pt")
+    text = refused(directory, "checkpoint", "import", "weights.pt", "sudoku-6x6", *FOUR, "--run", "run")
+    assert tally("hostile pickles").add("error: weights.pt is not a checkpoint" in text), text
+    assert not (directory / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_array_of_objects_is_refused(directory, tally):
+    array = np.empty(3, dtype=object)
+    array[:] = [Malicious()] * 3
+    np.save(directory / "set" / "train" / "all__inputs.npy", array, allow_pickle=True)
+    text = refused(directory, "train", "sudoku-6x6", *FOUR, *TINY)
+    assert tally("hostile arrays").add("all__inputs.npy" in text), text
+
+
+HEADERS = {
+    "huge": "{'descr': '<i8', 'fortran_order': False, 'shape': (4611686018427387904,)}",
+    "negative": "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
+    "code": f"__import__('os').system('touch {RAN}')",
+    "deep": "(" * 5000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEADERS)
+def test_an_array_with_a_made_up_header_is_refused(directory, tally, kind):
+    header = HEADERS[kind].encode() + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (directory / "set" / "train" / "all__inputs.npy").write_bytes(content)
+    text = refused(directory, "train", "sudoku-6x6", *FOUR, *TINY)
+    assert tally("hostile arrays").add("all__inputs.npy" in text), text
+
+
+RECIPES = {
+    "call": f"task: !!python/object/apply:os.system ['touch {RAN}']\n",
+    "object": "task: !!python/object/new:subprocess.Popen [[touch, ran]]\n",
+    "module": "task: !!python/module:antigravity\n",
+    "bomb": "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40)),
+    "deep": "[" * 20_000,
+    "deep blocks": "- " * 20_000,
+    "long": "a: b\n" * 10_000_000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_recipe_with_objects_is_refused(directory, tally, kind):
+    (directory / "recipe.yaml").write_text(RECIPES[kind])
+    text = refused(directory, "train", "recipe.yaml")
+    assert tally("hostile recipes").add("error: recipe.yaml" in text), text[:500]
+
+
+def _safetensors(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def _entry(start, end, shape=(2,)):
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+
+
+FILES = {
+    "a header of 100 MB": lambda: _safetensors(b"{" + b" " * 100_000_001),
+    "a header longer than the file": lambda: (2**62).to_bytes(8, "little") + b"{}",
+    "entries that overlap": lambda: _safetensors({"a": _entry(0, 8), "b": _entry(4, 12)}, bytes(12)),
+    "entries beyond the end": lambda: _safetensors({"a": _entry(0, 8), "b": _entry(8, 800)}, bytes(16)),
+    "a shape that overflows": lambda: _safetensors({"a": _entry(0, 8, (2**62, 2**62, 16))}, bytes(8)),
+    "a shape that is not its size": lambda: _safetensors({"a": _entry(0, 8, (200,))}, bytes(8)),
+    "a negative offset": lambda: _safetensors({"a": _entry(-8, 0)}, bytes(8)),
+    "no JSON": lambda: _safetensors(b"\xff" * 64),
+    "deep JSON": lambda: _safetensors(b"[" * 100_000),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FILES)
+def test_made_up_tensors_with_a_right_sha256_are_refused(directory, tally, kind):
+    """Who makes the file up can also write the manifest."""
+    run = directory / "run"
+    manager = manager_with(run, 1)
+    (run / "recipe.yaml").write_text(run_config(directory / "set").to_yaml())
+    file = manager.path(1) / "weights.safetensors"
+    content = FILES[kind]()
+    file.write_bytes(content)
+    manifest = json.loads((manager.path(1) / "manifest.json").read_text())
+    manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.pop("sha256")
+    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
+    text = refused(directory, "checkpoint", "verify", "run")
+    told = "weights.safetensors is malformed" in text and "No checkpoint is good" in text
+    assert "no usable checkpoint" in refused(directory, "eval", "run")
+    assert tally("hostile safetensors").add(told), text
+    shutil.rmtree(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["../../set/build.json", "/etc/hostname", "a.safetensors/../x.json", "x.pt"])
+def test_a_manifest_that_leads_out_of_its_directory_is_refused(directory, tally, name):
+    run = directory / "run"
+    manager = manager_with(run, 1)
+    (run / "recipe.yaml").write_text(run_config(directory / "set").to_yaml())
+    manifest = json.loads((manager.path(1) / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 1, "sha256": "0" * 64}
+    manifest.pop("sha256")
+    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
+    assert tally("hostile manifests").add("is damaged" in refused(directory, "checkpoint", "verify", "run"))

@@ -1,0 +1,61 @@
+"""A run that is killed again and again ends with the very weights of one that never was."""
+
+import random
+import time
+
+import pytest
+import torch
+from faults.processes import kill, kill_all, start, trainer_of
+
+from trm.runs import Run
+
+INTERVAL = 10  # steps, as the recipe of these tests says
+
+
+def last_step(run):
+    return max((row.get("step", 0) for row in run.rows()), default=0)
+
+
+def state(run):
+    checkpoint = run.checkpoints().newest_good()
+    return checkpoint.step, checkpoint.load_all(), checkpoint.metadata["slots"]
+
+
+def same(one, other):
+    """Bit for bit, to the last moment of the optimizer."""
+    return one[0] == other[0] and one[2] == other[2] and all(
+        torch.equal(tensor, other[1][group][name])
+        for group, named in one[1].items()
+        for name, tensor in named.items()
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kills_at_random_times_change_nothing(tmp_path, tally, full):
+    run, fate = Run(tmp_path / "run"), random.Random(0)
+    tally, kills = tally("run killed and resumed"), 200 if full else 6
+    process, restarts, lost_most = start(tmp_path), 0, 0
+    for number in range(kills):
+        trainer = trainer_of(process)
+        assert trainer is not None, (tmp_path / "log").read_text()[-2000:]
+        time.sleep(fate.uniform(0, 9))
+        if number % 2:
+            kill_all(process)
+        else:
+            kill(trainer)
+            trainer.wait(10)
+        checkpoint = run.checkpoints().newest_good()
+        safe = checkpoint.step if checkpoint else 0
+        lost = last_step(run) - safe
+        lost_most = max(lost_most, lost)
+        if number % 2:
+            process, restarts = start(tmp_path), restarts + 1
+        assert tally.add(lost <= INTERVAL and process.poll() is None), (number, lost)
+    kill_all(process)
+    end = run.checkpoints().newest_step() + 5
+    for name in ("run", "undisturbed"):
+        finish = start(tmp_path, "--max-steps", str(end), run=name)
+        assert finish.wait(1200) == 0, (tmp_path / "log").read_text()[-2000:]
+    assert same(state(run), state(Run(tmp_path / "undisturbed")))
+    resumed = sum(row["event"] == "resumed" for row in run.rows("events.jsonl"))
+    tally.remark(f"{end} steps, bit for bit; {resumed} resumed by then, at most {lost_most} steps lost")
