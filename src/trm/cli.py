@@ -117,21 +117,18 @@ def train(
 
     KEY=VALUE overrides a recipe key, for example model.hidden_size=256 or plan.threads=1.
     """
-    from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.config import load_config
-
-    config = load_config(recipe, overrides)
-
     from trm.runs import only_trainer
-    from trm.training.loop import Limits
-    from trm.training.supervisor import prepare, supervise
 
-    limits = Limits(max_minutes * 60 if max_minutes else None, max_steps)
-    path = run or Path("runs") / Path(recipe).stem
-    with only_trainer(path) as lock:
+    config, path = load_config(recipe, overrides), run or Path("runs") / Path(recipe).stem
+    with only_trainer(path) as lock:  # before anything that takes time
+        from macbook_optimization.progress_monitoring import ProgressDisplay
+        from trm.training.loop import Limits
+        from trm.training.supervisor import prepare, supervise
+
         with ProgressDisplay() as display:
             job = prepare(config, path, display, fresh=fresh, fit=fit)
-        outcome = supervise(job, limits, lock)
+        outcome = supervise(job, Limits(max_minutes * 60 if max_minutes else None, max_steps), lock)
     _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)

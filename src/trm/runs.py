@@ -183,14 +183,12 @@ def only_trainer(path: Path) -> Iterator[int]:
 
 
 def _in_use(path: Path, holder: str) -> RunError:
-    if holder.isdigit() and psutil.pid_exists(int(holder)):
-        return RunError(
-            f"{path} is being trained by process {holder}",
-            hint=f"Wait for it, stop it with `kill {holder}` (it saves), or use another --run directory.",
-        )
+    """The holder has written its number a moment after it got the lock, so it may not be there yet."""
+    known = holder.isdigit() and psutil.pid_exists(int(holder))
+    stop = f"stop it with `kill {holder}` (it saves)" if known else "wait a little if it was just killed"
     return RunError(
-        f"{path} is still being saved by a trainer whose parent is gone",
-        hint="It ends after the micro-batch that it is at; try again then.",
+        f"{path} is being trained by another process{f', number {holder}' if known else ''}",
+        hint=f"Wait for it, {stop}, or use another --run directory.",
     )
 
 

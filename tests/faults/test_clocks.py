@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from faults.processes import start, trainer_of, wait_for
+from processes import start, trainer_of, wait_for
 
 from macbook_optimization.checkpoint_management import open_checkpoint
 from trm.runs import Run

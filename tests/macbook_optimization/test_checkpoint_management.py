@@ -5,9 +5,19 @@ import os
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from macbook_optimization.checkpoint_management import CheckpointManager, _signed, find_damage
-from macbook_optimization.errors import CheckpointError
+from macbook_optimization import checkpoint_management
+from macbook_optimization.checkpoint_management import (
+    CheckpointManager,
+    _signed,
+    find_damage,
+    step_of,
+    surplus_steps,
+)
+from macbook_optimization.errors import CheckpointError, NonFiniteError
 
 
 def save(manager, step):
@@ -62,6 +72,66 @@ def test_no_bit_flip_goes_unnoticed(manager):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         assert find_damage(path.parent) == "weights.safetensors is damaged"
+
+
+@given(
+    steps=st.sets(st.integers(0, 1000), min_size=1, max_size=30),
+    keep=st.integers(1, 5),
+    kept=st.sets(st.integers(0, 1000), max_size=3),
+)
+def test_rotation_never_removes_the_newest_or_what_is_to_be_kept(steps, keep, kept):
+    removed = surplus_steps(sorted(steps), keep, kept)
+    left = steps - set(removed)
+    assert set(sorted(steps)[-keep:]) <= left
+    assert kept & steps <= left
+    assert len(left) <= keep + len(kept)
+
+
+def test_one_checkpoint_of_every_so_many_hours_stays_for_good(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=1, keep_every_hours=2)
+    for step, hours in enumerate([0.5, 1.9, 2.1, 3.0, 3.9, 6.5, 7.0]):
+        manager.save(step, {"weights": {"w": torch.zeros(3)}}, {"seconds": hours * 3600})
+    assert [step_of(path) for path in manager._newest_first()] == [6, 5, 2, 0]
+
+
+def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch):
+    """A disk that returns something else than was written."""
+    save(manager, 1)
+    save(manager, 2)
+    real = checkpoint_management.write_synced
+
+    def failing(path, parts):
+        written = real(path, parts)
+        if path.name == "weights.safetensors":
+            os.truncate(path, 100)
+        return written
+
+    monkeypatch.setattr(checkpoint_management, "write_synced", failing)
+    with pytest.raises(CheckpointError, match="reads back otherwise") as caught:
+        save(manager, 3)
+    assert "failing" in caught.value.hint
+    assert [step_of(path) for path in manager._newest_first()] == [2, 1]
+    assert (manager.directory / "damaged-step-00000003").is_dir()
+
+
+def test_the_library_reads_back_what_is_written(manager):
+    """Every type, empty and scalar tensors, and one that does not lie in order."""
+    kinds = [getattr(torch, name.removeprefix("torch.")) for name in checkpoint_management._DTYPES]
+    tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "across": torch.rand(3, 5).T}
+    saved = manager.save(1, {"weights": tensors}, {})
+    found = load_file(saved.path / "weights.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_saved(manager, value):
+    with pytest.raises(NonFiniteError, match="w of the weights is not finite"):
+        manager.save(1, {"weights": {"w": torch.tensor([1.0, value, 2.0])}}, {})
+    assert not manager.directory.exists()
 
 
 def test_an_unfinished_save_is_no_checkpoint(manager):

@@ -28,8 +28,8 @@ from trm.training.planning import Planner
 from trm.training.state import PLAN_FACTS
 from trm.training.watching import Display, Journal
 
-# At one plan, without a checkpoint between them; by want of memory, and by hand.
-DEATHS_WITHOUT_PROGRESS = {False: 3, True: 10}
+DEATHS_AT_THE_SMALLEST_PLAN = 3  # without a checkpoint between them
+KILLS_BY_HAND = 10  # the same, of deterministic training, which keeps its plan
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -163,18 +163,16 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
         except ChildDied as death:
             if death.signal == signal.SIGBUS:  # what a file does that was cut short under a map
                 open_splits(job.config, load_task(job.config.task))
-            by_hand = _killed_by_hand(death, kills_before)
-            if not (by_hand and job.config.training.deterministic):
-                smaller = plan_after(death, plan, job.config.training.effective_batch_size)
-            else:
-                smaller = plan  # another one would round otherwise, and nothing says that it would help
+            # Another plan would round otherwise, and here nothing says that it would help.
+            keep = job.config.training.deterministic and _killed_by_hand(death, kills_before)
+            smaller = plan if keep else plan_after(death, plan, job.config.training.effective_batch_size)
             reached = job.run.checkpoints().newest_step()
             if reached != step:
                 deaths, step = 0, reached
             deaths += smaller == plan
             hopeless = smaller == plan and death.code == NO_MEMORY  # it would fail in the same place
-            if hopeless or deaths >= DEATHS_WITHOUT_PROGRESS[by_hand]:
-                raise _given_up(job, death, deaths, by_hand) from None
+            if hopeless or deaths >= (KILLS_BY_HAND if keep else DEATHS_AT_THE_SMALLEST_PLAN):
+                raise _given_up(job, death, deaths, by_hand=keep) from None
             _note(job, death, smaller)
             plan = smaller
 
@@ -226,8 +224,8 @@ def _note(job: Job, death: ChildDied, plan: Plan) -> None:
         journal.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
 
 
-def _given_up(job: Job, death: ChildDied, deaths: int, by_hand: bool) -> LaptopError:
-    if by_hand and job.config.training.deterministic:
+def _given_up(job: Job, death: ChildDied, deaths: int, *, by_hand: bool) -> LaptopError:
+    if by_hand:
         return RunError(
             f"The trainer {death}, {deaths} times without a checkpoint between, and not by the kernel.",
             hint="Find out what kills it; the same command goes on from the newest checkpoint.",

@@ -11,6 +11,7 @@ from tiny import SHAPE, VARIANTS, model_config, run_config
 
 from macbook_optimization.errors import CheckpointError, LaptopError
 from trm.backends.pytorch.exchange import (
+    _shape,
     export_reference,
     from_reference,
     import_weights,
@@ -18,6 +19,7 @@ from trm.backends.pytorch.exchange import (
     to_reference,
 )
 from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.step import learner
 from trm.runs import Run
 
 
@@ -84,6 +86,42 @@ def test_a_file_of_another_shape_is_refused_with_both_shapes(tmp_path):
     with pytest.raises(LaptopError):
         import_weights(path, other, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def head(weights):
+    return {name: tensor for name, tensor in weights.items() if name.startswith(("lm_head", "q_head"))}
+
+
+def test_a_run_gives_its_weights_to_another(tmp_path):
+    path, _ = reference_file(tmp_path)
+    import_weights(path, recipe(tmp_path), tmp_path / "old")
+    other = recipe(tmp_path).model_copy(update={"seed": 7})
+    assert import_weights(tmp_path / "old", other, tmp_path / "new") == []
+    old, new = (Run(tmp_path / name).checkpoints().newest_good() for name in ("old", "new"))
+    assert all(torch.equal(tensor, old.load("ema")[name]) for name, tensor in new.load("weights").items())
+
+
+def test_a_new_head_is_new_and_the_rest_is_kept(tmp_path):
+    """Attention does not depend on the length, so 4x4 weights may learn 6x6."""
+    config = recipe(tmp_path).model_copy(update={"model": model_config()})
+    small = config.model_copy(update={"training": config.training.model_copy(update={"ema": False})})
+    run = tmp_path / "old"
+    first = learner(small.model, small.training, _shape(small), 3)
+    torch.save(to_reference(first.model.state_dict(), small.model), tmp_path / "old.pt")
+    import_weights(tmp_path / "old.pt", small, run)
+    larger = small.model_copy(update={"data": small.data.model_copy(update={"build": {"size": 6}})})
+    with pytest.raises(CheckpointError, match=r"do not fit the model.*lm_head"):
+        import_weights(run, larger, tmp_path / "new")
+    new = import_weights(run, larger, tmp_path / "new", new_head=True)
+    assert new == ["embed_tokens.embedding_weight", "lm_head.weight", "q_head.bias", "q_head.weight"]
+    old, fresh = (Run(path).checkpoints().newest_good().load("weights") for path in (run, tmp_path / "new"))
+    assert fresh["lm_head.weight"].shape[0] == 8
+    assert all(torch.equal(old[name], tensor) for name, tensor in fresh.items() if name not in new)
+    same = small.model_copy(update={"seed": 9})
+    assert import_weights(run, same, tmp_path / "same", new_head=True) == sorted(head(old))
+    mixer = model_config(mlp_t=True, pos_encodings="none")
+    with pytest.raises(CheckpointError, match="The weights below the head do not fit"):
+        import_weights(run, small.model_copy(update={"model": mixer}), tmp_path / "other", new_head=True)
 
 
 class Malicious:

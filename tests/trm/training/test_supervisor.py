@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import trainer_of, wait_for
 from safetensors.torch import load_file
 from tiny import FOUR, TINY, TRM, Recorder, plan_of, run, run_config, sudoku_dataset
 
@@ -109,6 +110,17 @@ def test_impossible_plan_settings_are_corrected_with_a_warning(tmp_path, dataset
     assert "instead of 10000" in warnings[0]
 
 
+def test_deterministic_training_goes_on_with_the_plan_that_it_has(tmp_path, dataset):
+    changes = {"training__deterministic": True, "training__effective_batch_size": 8}
+    first = run_config(dataset, plan={"threads": 1, "micro_batch_size": 4}, **changes)
+    run(first, tmp_path / "run", max_step=1)
+    torch.use_deterministic_algorithms(False)
+    as_measured = run_config(dataset, plan={}, **changes)
+    assert prepare(as_measured, tmp_path / "run", Recorder()).plan.micro_batch_size == 4
+    by_hand = run_config(dataset, plan={"threads": 1, "micro_batch_size": 2}, **changes)
+    assert prepare(by_hand, tmp_path / "run", Recorder()).plan.micro_batch_size == 2
+
+
 def test_a_recipe_without_a_model_gets_the_size_for_this_machine(tmp_path, dataset):
     config = run_config(dataset, plan={"threads": 1, "micro_batch_size": 2})
     tree = config.model_dump(mode="json", exclude={"model"})
@@ -157,15 +169,6 @@ def test_a_model_that_cannot_fit_is_refused_with_choices_and_fitted_on_request(t
 # What happens to real trainers
 
 
-def trainer_of(parent, deadline):
-    while time.monotonic() < deadline:
-        for child in psutil.Process(parent.pid).children():
-            if "train_in_child" in " ".join(child.cmdline()):
-                return child
-        time.sleep(0.02)
-    raise AssertionError("no trainer was started")
-
-
 def start(cwd, name, *overrides):
     command = [
         TRM,
@@ -201,7 +204,7 @@ def test_a_trainer_killed_with_sigkill_goes_on_by_itself_and_learns_the_same(tmp
     assert whole.wait(timeout=120) == 0, whole.stderr.read()
     killed = start(tmp_path, "killed", *long)
     deadline = time.monotonic() + 60
-    trainer = trainer_of(killed, deadline)
+    trainer = trainer_of(killed)
     while not (tmp_path / "killed" / "checkpoints" / "step-00000010").exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -226,10 +229,10 @@ def test_a_trainer_killed_with_sigkill_goes_on_by_itself_and_learns_the_same(tmp
 def test_three_kills_at_the_smallest_plan_are_enough(tmp_path):
     parent = start(tmp_path, "run", "training.max_steps=100000", "plan.micro_batch_size=1",
                    "plan.gradient_checkpointing=all")  # fmt: skip
-    deadline = time.monotonic() + 90
     for _ in range(3):
-        trainer_of(parent, deadline).kill()
-        time.sleep(0.3)
+        trainer = trainer_of(parent)
+        trainer.kill()
+        trainer.wait(10)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 1
     assert "was killed by SIGKILL, 3 times with the smallest plan there is" in errors
@@ -238,10 +241,40 @@ def test_three_kills_at_the_smallest_plan_are_enough(tmp_path):
 
 
 @pytest.mark.slow
+def test_kills_with_progress_between_them_are_no_reason_to_give_up(tmp_path):
+    parent = start(tmp_path, "run", "training.max_steps=100000", "plan.micro_batch_size=1",
+                   "plan.gradient_checkpointing=all", "checkpoints.every_steps=2")  # fmt: skip
+    checkpoints = Run(tmp_path / "run").checkpoints()
+    for _ in range(4):
+        trainer, before = trainer_of(parent), checkpoints.newest_step() or 0
+        wait_for(lambda before=before: (checkpoints.newest_step() or 0) > before)
+        trainer.kill()
+        trainer.wait()
+    trainer_of(parent)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGTERM)
+    _, errors = parent.communicate(timeout=60)
+    assert errors.count("Going on from the newest checkpoint") == 4
+
+
+@pytest.mark.slow
+def test_data_that_are_cut_short_while_they_are_read_are_named(tmp_path):
+    """Reading a map beyond the end of its file kills the process."""
+    parent = start(tmp_path, "run", "training.max_steps=100000")
+    trainer_of(parent)
+    wait_for(lambda: Run(tmp_path / "run").rows())
+    os.truncate(tmp_path / "set" / "train" / "all__inputs.npy", 0)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    assert "all__inputs.npy is truncated" in errors
+    assert errors.count("error: ") == 1
+
+
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_trainer_behind(tmp_path):
     parent = start(tmp_path, "run", "training.max_steps=100000")
     deadline = time.monotonic() + 60
-    trainer = trainer_of(parent, deadline)
+    trainer = trainer_of(parent)
     wait_for_step(tmp_path / "run", 1, deadline)
     parent.kill()
     parent.communicate()
@@ -254,7 +287,7 @@ def test_a_killed_supervisor_leaves_no_trainer_behind(tmp_path):
 def test_pausing_and_going_on_reaches_the_trainer(tmp_path):
     parent = start(tmp_path, "run", "training.max_steps=100000")
     deadline = time.monotonic() + 60
-    trainer = trainer_of(parent, deadline)
+    trainer = trainer_of(parent)
     wait_for_step(tmp_path / "run", 1, deadline)
     parent.send_signal(signal.SIGTSTP)
     while trainer.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
@@ -283,7 +316,7 @@ def test_a_program_that_takes_most_of_the_memory_is_given_way_to_until_it_ends(t
     """It really takes 70 % of what is free, and no more than 24 GiB of it."""
     parent = start(tmp_path, "run", "training.max_steps=1000000", "evaluation.every_steps=1000000")
     deadline = time.monotonic() + 150
-    trainer_of(parent, deadline)
+    trainer_of(parent)
     wait_for_step(tmp_path / "run", 1, deadline)
     time.sleep(2)
     size = min(int(0.7 * available_memory()), 24 * GIB)

@@ -22,16 +22,23 @@ def start(directory, *arguments, run="run", env=None):
     return subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env=env)
 
 
-def trainer_of(process, seconds=30.0):
-    """The child that trains, once there is one."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children():
-                if any("train_in_child" in word for word in child.cmdline()):
-                    return child
-        time.sleep(0.01)
+def find_trainer(process):
+    """The child that trains, if there is one."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children():
+            if "train_in_child" in " ".join(child.cmdline()):
+                return child
     return None
+
+
+def trainer_of(process, seconds=60.0):
+    """The same, once there is one."""
+    end = time.monotonic() + seconds
+    while (trainer := find_trainer(process)) is None:
+        assert time.monotonic() < end, "no trainer was started"
+        assert process.poll() is None, "it ended before it trained"
+        time.sleep(0.01)
+    return trainer
 
 
 def kill(process):
@@ -41,7 +48,7 @@ def kill(process):
 
 def kill_all(process):
     """As a machine does that loses its power: nobody gets to say anything."""
-    trainer = trainer_of(process, seconds=0.1)
+    trainer = find_trainer(process)
     kill(process)
     if trainer is not None:
         kill(trainer)

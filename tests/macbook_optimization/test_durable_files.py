@@ -1,0 +1,61 @@
+"""Files that are whole or absent. The faults themselves are in tests/faults."""
+
+import fcntl
+import hashlib
+import os
+
+import pytest
+
+from macbook_optimization import durable_files
+from macbook_optimization.durable_files import free_bytes, make_directory, replace_file, sync, write_synced
+
+
+def test_what_is_written_is_described_by_what_it_was_to_be(tmp_path):
+    parts = [b"one", memoryview(b"two"), b"", b"x" * 20_000_000]
+    described = write_synced(tmp_path / "file", parts)
+    content = (tmp_path / "file").read_bytes()
+    assert content == b"".join(parts)
+    assert described == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_short_writes_are_completed(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: real(descriptor, content[:7]))
+    write_synced(tmp_path / "file", [b"a sentence that is longer than seven"])
+    assert (tmp_path / "file").read_bytes() == b"a sentence that is longer than seven"
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
+    replace_file(tmp_path / "file", b"old")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(tmp_path / "file", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_missing_parents_are_made(tmp_path):
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+    assert free_bytes(tmp_path / "a" / "not" / "there") > 0
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_on_a_mac_the_drive_is_told_to_write(tmp_path, monkeypatch, supported):
+    """`fcntl(F_FULLFSYNC)`, and `fsync` where the file system has no such thing. Not yet run on a Mac."""
+    asked = []
+
+    def full_sync(descriptor, command):
+        asked.append(command)
+        if not supported:
+            raise OSError(45, "Operation not supported")
+
+    monkeypatch.setattr(durable_files.sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full_sync)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+    sync(tmp_path)
+    assert asked == ([51] if supported else [51, "fsync"])
