@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_reference import reference
 
-from trm.config import PlanSettings
+from trm.config import CheckpointsConfig, PlanSettings
 from trm.tasks.sudoku import TASK
 from trm.tasks.sudoku_puzzles import generate
 
@@ -70,10 +70,23 @@ def test_the_commands_of_the_machine_page_work(tmp_path):
         run(command, tmp_path)
 
 
-def test_every_plan_setting_is_explained():
-    text = (ROOT / "docs" / "machine.md").read_text(encoding="utf-8")
-    for name in PlanSettings.model_fields:
-        assert f"| `plan.{name}` |" in text
+@pytest.mark.slow
+def test_the_commands_of_the_checkpoint_page_work(tmp_path):
+    found = commands_in(ROOT / "docs" / "checkpoints.md")
+    assert len(found) == 4
+    answers = [run(command, tmp_path) for command in found]
+    assert "`trm train` would go on after step 20." in answers[1]
+    assert "lm_head.weight" in answers[2]
+
+
+def test_every_plan_and_checkpoint_setting_is_explained():
+    for page, section, model in (
+        ("machine", "plan", PlanSettings),
+        ("checkpoints", "checkpoints", CheckpointsConfig),
+    ):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        for name in model.model_fields:
+            assert f"| `{section}.{name}` |" in text
 
 
 @pytest.mark.slow

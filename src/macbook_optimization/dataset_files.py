@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ from numpy.typing import NDArray
 
 from macbook_optimization.errors import DataError
 
+BUILD = "build.json"  # in a set that was built here: how, and the sha256 of its arrays
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 # What NumPy raises for headers cut short or with a byte changed; the last three pass through its parser.
 _BAD_HEADER = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, TokenError)
-_AGAIN = "Build the dataset again, or copy it again."
+AGAIN = "Build the dataset again, or copy it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ class ArrayFile:
                 file.seek(self.offset + start * self.row_bytes)
                 values = np.fromfile(file, self.dtype, count=int(np.prod(shape)))
         except OSError as error:
-            raise DataError(f"Cannot read {self.path}: {error.strerror or error}", hint=_AGAIN) from error
+            raise DataError(f"Cannot read {self.path}: {error.strerror or error}", hint=AGAIN) from error
         if values.size < np.prod(shape):  # it was whole when its header was read
-            raise DataError(f"{self.path} was truncated while it was in use", hint=_AGAIN)
+            raise DataError(f"{self.path} was truncated while it was in use", hint=AGAIN)
         return values.reshape(shape)
 
 
@@ -65,18 +68,18 @@ def _map(path: Path) -> np.memmap[Any, np.dtype[Any]]:
     try:
         return npy.open_memmap(path, mode="r")
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", hint=_AGAIN) from error
+        raise DataError(f"{path} is missing", hint=AGAIN) from error
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror or error}", hint=_AGAIN) from error
+        raise DataError(f"Cannot read {path}: {error.strerror or error}", hint=AGAIN) from error
     except _BAD_HEADER as error:
-        raise DataError(f"{path} is truncated or not an array: {error}", hint=_AGAIN) from error
+        raise DataError(f"{path} is truncated or not an array: {error}", hint=AGAIN) from error
 
 
 def _array_file(path: Path) -> ArrayFile:
     array = _map(path)
     if array.dtype.kind not in "iu" or array.ndim == 0:
         wrong = f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers"
-        raise DataError(wrong, hint=_AGAIN)
+        raise DataError(wrong, hint=AGAIN)
     return ArrayFile(path, array.dtype, array.shape, array.offset, not array.flags.c_contiguous)
 
 
@@ -115,7 +118,7 @@ class SplitFiles:
         identifiers, indices = (file.rows(0, len(file)) for file in files)
         counts_up = indices[0] == 0 and indices[-1] == len(self) and (indices[1:] >= indices[:-1]).all()
         if not counts_up:
-            raise DataError(f"{files[1].path} does not count up from 0 to {len(self)}", hint=_AGAIN)
+            raise DataError(f"{files[1].path} does not count up from 0 to {len(self)}", hint=AGAIN)
         return PuzzleIndex(identifiers, indices.astype(np.int64))
 
 
@@ -126,11 +129,40 @@ def open_files(dataset: Path, split: str) -> SplitFiles:
         wrong = f"{dataset} is not a dataset: there is no {split}/ in it"
         raise DataError(wrong if dataset.is_dir() else missing)
     if not (directory / "dataset.json").is_file():
-        raise DataError(f"{directory / 'dataset.json'} is missing", hint=_AGAIN)
+        raise DataError(f"{directory / 'dataset.json'} is missing", hint=AGAIN)
     arrays = {field: _array_file(directory / f"all__{field}.npy") for field in FIELDS}
     if problems := _length_problems(arrays):
-        raise DataError(f"{directory}: {'; '.join(problems)}", hint=_AGAIN)
+        raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
+    check_digests(dataset, split)
     return SplitFiles(directory, arrays)
+
+
+def digests(dataset: Path) -> dict[str, str]:
+    return {path.relative_to(dataset).as_posix(): _sha256(path) for path in sorted(dataset.rglob("*.npy"))}
+
+
+def check_digests(dataset: Path, split: str) -> None:
+    """Of a set that says what it was."""
+    try:
+        files = json.loads((dataset / BUILD).read_bytes())["sha256"]
+        expected = {dataset / file: digest for file, digest in files.items() if file.startswith(f"{split}/")}
+        changed = [path for path, digest in expected.items() if _sha256(path) != digest]
+    except FileNotFoundError as error:
+        if Path(error.filename).name == BUILD:
+            return
+        raise DataError(f"{error.filename} is missing", hint=AGAIN) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{dataset / BUILD} cannot be read: {error}", hint=AGAIN) from error
+    if changed:
+        raise DataError(
+            f"{changed[0]} is not what was built: it is truncated or has been changed",
+            hint=f"{AGAIN} If the change was yours, remove {dataset / BUILD}.",
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _length_problems(arrays: Mapping[str, ArrayFile]) -> list[str]:

@@ -9,6 +9,7 @@ A megabyte is 2**20 bytes here, as everywhere where memory is counted.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import threading
@@ -25,7 +26,8 @@ import psutil
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import ArrayFile, PuzzleIndex, SplitFiles, open_files
+from macbook_optimization.dataset_files import BUILD, ArrayFile, PuzzleIndex, SplitFiles, digests, open_files
+from macbook_optimization.durable_files import make_directory, remove_directory, sync, write_synced
 from macbook_optimization.errors import ConfigError, DataError
 
 MIB = 2**20
@@ -202,6 +204,8 @@ class DatasetManager:
         chunk_bytes = int(self.settings.chunk_size_mb * MIB)
         try:
             cache = Path(cache_dir) / _content_hash(dataset, [*texts, *(array.path for array in arrays)])
+            if cache.is_dir() and not _is_whole(cache, present):
+                remove_directory(cache)  # it can be made again
             if not cache.is_dir():
                 _write_cache(cache, dataset, texts, arrays, chunk_bytes)
         except OSError as error:
@@ -263,12 +267,23 @@ def _write_cache(
             _write(partial / text.relative_to(dataset), [text.read_bytes()])
         for array in arrays:
             _write(partial / array.path.relative_to(dataset), _narrow_parts(array, chunk_bytes))
+        _write(partial / BUILD, [json.dumps({"sha256": digests(partial)}).encode()])
         partial.rename(cache)
+        sync(cache.parent)
     except OSError:
         if not cache.is_dir():  # otherwise somebody else was faster, with the same content
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(cache: Path, splits: Sequence[str]) -> bool:
+    try:
+        for split in splits:
+            open_files(cache, split)
+    except DataError:
+        return False
+    return (cache / BUILD).is_file()
 
 
 def _remove_leftovers(cache: Path) -> None:
@@ -281,11 +296,9 @@ def _remove_leftovers(cache: Path) -> None:
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:
     """Ordinary writes: a full disk would kill a process that writes to a map."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
+    make_directory(path.parent)
+    write_synced(path, parts)
+    sync(path.parent)
 
 
 def _narrow_parts(array: ArrayFile, chunk_bytes: int) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -172,14 +172,15 @@ def only_trainer(path: Path) -> Iterator[int]:
     """Holds the run for one trainer. The lock lies beside the run, which may not exist yet or be set aside;
     its descriptor is for the trainer's process to inherit, so that it holds as long as anybody writes."""
     path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(path.with_name(f".{path.name}.lock")) as held:
-            if isinstance(held, str):
-                raise _in_use(path, held)
-            yield held
-    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
-        raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(exclusive_lock(path.with_name(f".{path.name}.lock")))
+        except OSError as error:
+            raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
+        if isinstance(held, str):
+            raise _in_use(path, held)
+        yield held
 
 
 def _in_use(path: Path, holder: str) -> RunError:

@@ -74,7 +74,7 @@ class Watcher(Recorder):
 
     def message(self, text):
         super().message(text)
-        if "Free some space" in text:
+        if "until it works" in text:
             self.make_room()
 
 

@@ -346,6 +346,24 @@ def test_a_second_call_finds_the_cache_and_writes_nothing(dataset, tmp_path):
     assert len(first.name) == 64
 
 
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_cache_is_named_when_it_is_opened_and_made_again(dataset, tmp_path, damage):
+    manager = DatasetManager()
+    cache = manager.preprocess_and_cache(dataset, tmp_path / "cache")
+    file = cache / "train" / "all__labels.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    if damage == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flip" else content[:-1])
+    with pytest.raises(DataError, match=r"all__labels\.npy"):
+        manager.create_memory_efficient_dataloader(cache, 4)
+    assert manager.preprocess_and_cache(dataset, tmp_path / "cache") == cache
+    assert_same(expected(cache), expected(dataset))
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
+
+
 def test_a_changed_dataset_has_another_cache_and_a_copy_the_same(dataset, tmp_path):
     manager = DatasetManager()
     first = manager.preprocess_and_cache(dataset, tmp_path / "cache")

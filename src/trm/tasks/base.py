@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from macbook_optimization.dataset_files import AGAIN, BUILD, FIELDS, check_digests, digests
 from macbook_optimization.durable_files import sync
 from macbook_optimization.errors import DataError
 
 IGNORE_LABEL = -100  # the public code's mark for a position without a label
-_AGAIN = "Build the dataset again, or copy it again."
-FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 
 IntArray = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
@@ -136,8 +135,7 @@ def write_dataset(directory: Path, splits: Mapping[str, SplitArrays], made_by: M
             (partial / name).mkdir(parents=True)
             _write_split(partial / name, split)
         _write_json(partial / "identifiers.json", ["<blank>"])
-        files = {str(path.relative_to(partial)): _sha256(path) for path in sorted(partial.rglob("*.npy"))}
-        _write_json(partial / "build.json", {**made_by, "sha256": files})
+        _write_json(partial / BUILD, {**made_by, "sha256": digests(partial)})
         for path in (*partial.rglob("*"), partial):
             sync(path)
         partial.rename(directory)
@@ -200,50 +198,33 @@ def open_split(dataset: Path, name: str) -> Split:
     arrays = {field: _map_array(directory / f"{metadata.sets[0]}__{field}.npy") for field in FIELDS}
     problems = _problems(arrays, metadata.shape)
     if problems:
-        raise DataError(f"{directory}: {'; '.join(problems)}", hint=_AGAIN)
-    _check_digests(dataset, name)
+        raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
+    check_digests(dataset, name)
     indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
     return Split(metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices)
-
-
-def _check_digests(dataset: Path, name: str) -> None:
-    """Of a set that was built here: it says what it was."""
-    try:
-        files = json.loads((dataset / "build.json").read_bytes())["sha256"]
-        expected = {dataset / file: digest for file, digest in files.items() if file.startswith(f"{name}/")}
-        changed = [path for path, digest in expected.items() if path.is_file() and _sha256(path) != digest]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{dataset / 'build.json'} cannot be read: {error}", hint=_AGAIN) from error
-    if changed:
-        raise DataError(
-            f"{changed[0]} is not what was built: it is truncated or has been changed",
-            hint=f"{_AGAIN} If the change was yours, remove {dataset / 'build.json'}.",
-        )
 
 
 def _read_metadata(path: Path) -> Metadata:
     try:
         return Metadata.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}", hint=_AGAIN) from error
+        raise DataError(f"Cannot read {path}: {error.strerror}", hint=AGAIN) from error
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
             for problem in error.errors()
         )
-        raise DataError(f"{path} does not describe a dataset: {problems}", hint=_AGAIN) from error
+        raise DataError(f"{path} does not describe a dataset: {problems}", hint=AGAIN) from error
 
 
 def _map_array(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", hint=_AGAIN) from error
+        raise DataError(f"{path} is missing", hint=AGAIN) from error
     except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
         # NumPy parses the header as Python, and lets what that raises through.
-        raise DataError(f"{path} is truncated or not an array: {error}", hint=_AGAIN) from error
+        raise DataError(f"{path} is truncated or not an array: {error}", hint=AGAIN) from error
     if array.dtype.kind not in "iu" or array.ndim == 0:
         raise DataError(f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers")
     return np.asarray(array)
@@ -284,11 +265,6 @@ def fingerprint(split: Split) -> dict[str, str]:
     arrays = {field: np.ascontiguousarray(getattr(split, field)) for field in FIELDS}
     digests = {field: hashlib.sha256(array.data).hexdigest() for field, array in arrays.items()}
     return {**digests, "ignored label": str(split.ignore_label)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from macbook_optimization.checkpoint_management import Checkpoint
 from macbook_optimization.children import Tell
-from macbook_optimization.errors import AllocationFailed, CheckpointError, DataError, NonFiniteError
+from macbook_optimization.errors import AllocationFailed, DataError, NonFiniteError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.memory_management import peak_bytes
 from macbook_optimization.progress_monitoring import ProgressDisplay
@@ -30,7 +30,7 @@ from trm.config import RunConfig
 from trm.runs import Plan, Run, begin, open_run
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
-from trm.training.evaluation import evaluate
+from trm.training.evaluation import Evaluation, evaluate
 from trm.training.interruption import Interrupted, stop_signals
 from trm.training.saving import Saver
 from trm.training.state import TrainingState
@@ -47,6 +47,10 @@ class Limits:
 
     max_seconds: float | None = None
     max_step: int | None = None
+
+    def reached(self, step: int, seconds: float) -> bool:
+        by_step = self.max_step is not None and step >= self.max_step
+        return by_step or (self.max_seconds is not None and seconds >= self.max_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +151,7 @@ class Trainer:
         self.journal.event("resumed", step=checkpoint.step, changes=changes)
         with_changes = f" ({', '.join(changes)})" if changes else ""
         self.display.message(f"Resuming {self.directory.path} after step {checkpoint.step}{with_changes}.")
-        try:
-            self.checkpoints.check_space(self.state.learner.tensors())
-        except CheckpointError as error:
-            self.display.message(f"warning: {error}. Nothing can be saved until there is room.")
+        self.saver.warn_if_full(self.state.learner.tensors())
 
     def _recover(self) -> Checkpoint | None:
         checkpoint, damaged = self.checkpoints.recover()
@@ -217,11 +218,7 @@ class Trainer:
             return "target"
         if self.state.step >= self.config.training.max_steps:
             return "max_steps"
-        if limits.max_step is not None and self.state.step >= limits.max_step:
-            return "limit"
-        if limits.max_seconds is not None and time.monotonic() - self.started >= limits.max_seconds:
-            return "limit"
-        return None
+        return "limit" if limits.reached(self.state.step, time.monotonic() - self.started) else None
 
     def _reached_target(self, best: dict[str, Any] | None) -> bool:
         target = self.config.evaluation.target_accuracy
@@ -276,22 +273,7 @@ class Trainer:
         self.display.update("training", self.state.step, self.config.training.max_steps, facts)
 
     def _evaluate(self, check: Callable[[], None]) -> None:
-        def after_chunk(done: int, total: int) -> None:
-            self.display.update("evaluating", done, total)
-            check()
-
-        found = None
-        while found is None:
-            with suppress(AllocationFailed):
-                found = evaluate(
-                    self.state.learner.answerer(),
-                    self.test_split,
-                    self.config.evaluation,
-                    EVALUATION_CUT * self.watch.memory.batch_size,
-                    after_chunk,
-                )
-            if found is None:
-                self.watch.make_room(self.state.step)
+        found = self._answers(check)
         self.evaluated = self.state.step
         row = {"step": self.state.step, "seconds": self.seconds, **asdict(found)}
         self.journal.append("metrics.jsonl", row)
@@ -301,6 +283,18 @@ class Trainer:
             f"step {row['step']:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
             f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
         )
+
+    def _answers(self, check: Callable[[], None]) -> Evaluation:
+        def after_chunk(done: int, total: int) -> None:
+            self.display.update("evaluating", done, total)
+            check()
+
+        answerer, settings = self.state.learner.answerer(), self.config.evaluation
+        while True:
+            size = EVALUATION_CUT * self.watch.memory.batch_size
+            with suppress(AllocationFailed):
+                return evaluate(answerer, self.test_split, settings, size, after_chunk)
+            self.watch.make_room(self.state.step)
 
     def _keep_best(self, row: dict[str, Any]) -> None:
         """A best that could not be saved is none, unless the run ends here and saves at last."""

@@ -70,6 +70,12 @@ class Saver:
     def what_is_safe(self) -> str:
         return "nothing is saved yet" if self.step is None else f"step {self.step} is safe"
 
+    def warn_if_full(self, tensors: Tensors) -> None:
+        try:
+            self.checkpoints.check_space(tensors)
+        except CheckpointError as error:
+            self.display.message(f"warning: {error}. Nothing can be saved until there is room.")
+
     def mark_best(self, best: dict[str, Any]) -> None:
         try:
             self.checkpoints.mark_best(best)
@@ -81,7 +87,8 @@ class Saver:
         told = False
         while not save():
             if not told:
-                self.display.message("Free some space; it is tried again until then. Ctrl-C gives up.")
+                again = f"It is tried again every {RETRY_SECONDS:g} s until it works; Ctrl-C gives up."
+                self.display.message(again)
             told = True
             try:
                 for _ in range(int(RETRY_SECONDS * 5)):
