@@ -178,7 +178,7 @@ def _outcome_text(outcome: Outcome) -> str:
 def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool) -> None:
     """How many unseen puzzles the best checkpoint of RUN solves."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.inference import open_model, open_test_set
+    from trm.inference import load_answerer, open_model, open_test_set
     from trm.training.evaluation import evaluate as evaluate_split
     from trm.training.loop import EVALUATION_CUT
 
@@ -191,18 +191,18 @@ def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | N
         settings = settings.model_copy(update=changes)
     with ProgressDisplay() as display:
         result = evaluate_split(
-            model.answerer,
+            load_answerer(model),
             split,
             settings,
             EVALUATION_CUT * model.plan.micro_batch_size,
             lambda done, total: display.update("evaluating", done, total),
         )
-    facts = {"run": str(run), "data": str(path), "step": model.step, **asdict(result)}
+    facts = {"run": str(run), "data": str(path), "step": model.checkpoint.step, **asdict(result)}
     curve = ", ".join(
         f"{accuracy:.1%} after {i + 1}" for i, accuracy in _milestones(result.accuracy_by_depth)
     )
     text = (
-        f"{run}, step {model.step}, on {result.examples} test puzzles of {path}:\n"
+        f"{run}, step {model.checkpoint.step}, on {result.examples} test puzzles of {path}:\n"
         f"exact {result.exact_accuracy:.1%}, cells {result.token_accuracy:.2%}, "
         f"halting head right {result.halt_accuracy:.1%}, {result.mean_steps:.1f} steps a puzzle\n"
         f"exact by depth: {curve}"
@@ -239,7 +239,7 @@ def predict(
 
     Write one character a cell, row by row, with . or 0 for blanks.
     """
-    from trm.inference import describe, open_model, open_test_set, question_of_test_set
+    from trm.inference import describe, load_answerer, open_model, open_test_set, question_of_test_set
     from trm.inference import predict as predict_one
 
     if (puzzle is None) == (example is None):
@@ -255,8 +255,9 @@ def predict(
             raise DataError("There was no puzzle on standard input")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
+    answerer = load_answerer(model)
     for question, identifier in questions:
-        prediction = predict_one(model, question, identifier, depth)
+        prediction = predict_one(model, answerer, question, identifier, depth)
         text = describe(model.task, prediction, steps=steps, color=color, width=width)
         _print(_prediction_facts(model, prediction), as_json, text)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from macbook_optimization.checkpoint_management import Checkpoint
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
@@ -23,14 +24,13 @@ from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split, shape_f
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """The best checkpoint of a run, ready to answer."""
+    """The best checkpoint of a run, and what is known of it without loading torch."""
 
     config: RunConfig
     plan: Plan
     task: Task
     shape: TaskShape
-    step: int
-    answerer: Answerer
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,30 @@ def open_model(path: Path) -> TrainedModel:
     run = Run(path)
     config = run.config
     checkpoint = run.checkpoints().best_or_newest()
-    state = check_compatible(checkpoint, config)
-    shape = shape_from(state.shape)
-    plan = run.plan or DEFAULT_PLAN
+    shape = shape_from(check_compatible(checkpoint, config).shape)
+    return TrainedModel(config, run.plan or DEFAULT_PLAN, load_task(config.task), shape, checkpoint)
+
+
+def load_answerer(model: TrainedModel) -> Answerer:
+    """Takes the seconds that torch takes: ask what can be asked before it."""
+    config = model.config
     threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads  # of this machine
     os.environ.update(environment(threads))
     backend = load_backend()
     backend.prepare(threads=threads, deterministic=False)
-    weights = checkpoint.load("ema" if config.training.ema else "weights")
-    answerer = backend.answerer(config.model_in(plan.precision), config.training, shape, weights)
-    return TrainedModel(config, plan, load_task(config.task), shape, checkpoint.step, answerer)
+    weights = model.checkpoint.load("ema" if config.training.ema else "weights")
+    return backend.answerer(config.model_in(model.plan.precision), config.training, model.shape, weights)
 
 
 def predict(
-    model: TrainedModel, question: IntArray, identifier: int = 0, depth: int | None = None
+    model: TrainedModel,
+    answerer: Answerer,
+    question: IntArray,
+    identifier: int = 0,
+    depth: int | None = None,
 ) -> Prediction:
     """Until the answer has stood still for a few steps, or for exactly `depth` steps."""
-    answers = model.answerer.answer(
+    answers = answerer.answer(
         question[None],
         np.array([identifier]),
         depth=depth or 4 * model.config.evaluation.depth,

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import pytest
 from faults.operations import in_fork, intercepted, killing, recorded
 from faults.saves import holds, manager_with, save
 
@@ -53,6 +54,7 @@ def survives(run, allowed):
     return good and manager.newest_good().step == 9 and left == []
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_path, tally, full):
     for action, prepare, allowed in (
         (save_and_rotate, prepare_save, (2, 3)),

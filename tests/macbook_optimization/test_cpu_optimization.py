@@ -31,6 +31,7 @@ def test_bfloat16_must_be_clearly_faster(rates, chosen):
     assert choose_precision(rates) == chosen
 
 
+@pytest.mark.slow
 def test_a_precision_that_kills_its_child_is_left_out(monkeypatch):
     """As on a CPU that advertises an instruction and does not have it."""
     real = cpu_optimization.run_in_child

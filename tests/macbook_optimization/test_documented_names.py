@@ -45,6 +45,7 @@ def test_no_module_of_the_laptop_layer_loads_torch():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
+@pytest.mark.slow
 def test_the_hardware_module_detects():
     detector = HardwareDetector()
     cpu, memory = detector.detect_cpu_specs(), detector.detect_memory_specs()

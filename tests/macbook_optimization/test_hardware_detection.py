@@ -306,6 +306,7 @@ def test_matrix_libraries_are_found_in_the_build_and_in_the_process():
     assert blas_libraries("", ()) == ()
 
 
+@pytest.mark.slow
 def test_the_platform_is_described_by_what_torch_really_uses():
     import torch
 

@@ -421,6 +421,7 @@ def test_a_time_limit_holds_over_restarts():
     assert _remaining(Limits(), seconds=100) == Limits()
 
 
+@pytest.mark.slow
 def test_a_supervised_run_stops_when_its_time_is_up_and_describes_its_machine(tmp_path, dataset):
     config = run_config(dataset, plan={"threads": 1, "micro_batch_size": 6}, training__max_steps=10**6)
     job = prepare(config, tmp_path / "run", Recorder())
