@@ -163,12 +163,15 @@ class CheckpointManager:
         named = isinstance(content, dict) and isinstance(content.get("checkpoint"), str)
         return content if named and re.fullmatch(r"step-\d{8,}", content["checkpoint"]) else None
 
+    def is_good(self, name: str) -> bool:
+        path = self.directory / name
+        return path.is_dir() and find_damage(path) is None
+
     def best_or_newest(self) -> Checkpoint:
         """The one to answer with."""
         best = self.best()
-        path = self.directory / best["checkpoint"] if best else None
-        if path is not None and path.is_dir() and find_damage(path) is None:
-            return open_checkpoint(path)
+        if best is not None and self.is_good(best["checkpoint"]):
+            return open_checkpoint(self.directory / best["checkpoint"])
         newest = self.newest_good()
         if newest is None:
             raise CheckpointError(

@@ -110,6 +110,7 @@ class SavedState(BaseModel):
     slots: dict[str, list[int]]
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
+    best: dict[str, Any] | None = None  # the best evaluation so far, this one's included
     skipped_in_a_row: CountOrZero = 0
     learning_rate_scale: Rate | Literal[1] = 1
     rolled_back_from: CountOrZero | None = None

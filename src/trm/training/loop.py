@@ -144,14 +144,23 @@ class Trainer:
         saved = self.state.restore(checkpoint)
         self.saver.step = checkpoint.step
         self.seconds_before, self.evaluated = saved.seconds, saved.evaluated
-        best = self.checkpoints.best()
-        if best is not None and best.get("judged_by") == self.judged_by:
-            self.best = best  # otherwise its accuracy is of another test, and says nothing here
+        self.best = self._best_so_far(saved.best)
         changes = self.state.changes_since(saved)
         self.journal.event("resumed", step=checkpoint.step, changes=changes)
         with_changes = f" ({', '.join(changes)})" if changes else ""
         self.display.message(f"Resuming {self.directory.path} after step {checkpoint.step}{with_changes}.")
         self.saver.warn_if_full(self.state.learner.tensors())
+
+    def _best_so_far(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+        """That of the checkpoint or, if later ones were lost, of the file; it must be of this very test, and
+        its weights must still be there."""
+        marked = self.checkpoints.best()
+        found = [best for best in (marked, saved) if best and best.get("judged_by") == self.judged_by]
+        there = [best for best in found if self.checkpoints.is_good(best["checkpoint"])]
+        best = max(there, key=lambda best: float(best["exact_accuracy"]), default=None)
+        if best is not None and best != marked:  # it was killed before it could mark it
+            self.saver.mark_best(best)
+        return best
 
     def _recover(self) -> Checkpoint | None:
         checkpoint, damaged = self.checkpoints.recover()
@@ -299,15 +308,15 @@ class Trainer:
     def _keep_best(self, row: dict[str, Any]) -> None:
         """A best that could not be saved is none, unless the run ends here and saves at last."""
         name = self.checkpoints.path(self.state.step).name
-        best = {"checkpoint": name, **row, "judged_by": self.judged_by}
+        before, self.best = self.best, {"checkpoint": name, **row, "judged_by": self.judged_by}
         if self._save():
-            self.saver.mark_best(best)
-        elif not self._reached_target(best):
-            return
-        self.best = best
+            self.saver.mark_best(self.best)
+        elif not self._reached_target(self.best):
+            self.best = before
 
     def _save(self) -> bool:
         state = self.state
         if state.rolled_back_from is not None and state.step > state.rolled_back_from:
             state.rolled_back_from = None  # it is past what stopped it
-        return self.saver.save(state.step, state.learner.tensors(), state.saved(self.seconds, self.evaluated))
+        saved = state.saved(self.seconds, self.evaluated, self.best)
+        return self.saver.save(state.step, state.learner.tensors(), saved)

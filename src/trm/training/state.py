@@ -53,7 +53,7 @@ class TrainingState:
         self.learning_rate_scale, self.rolled_back_from = saved.learning_rate_scale, saved.rolled_back_from
         return saved
 
-    def saved(self, seconds: float, evaluated: int) -> dict[str, Any]:
+    def saved(self, seconds: float, evaluated: int, best: dict[str, Any] | None) -> dict[str, Any]:
         return SavedState(
             recipe=self.config.what_is_learned(),
             shape=asdict(self.split.shape),
@@ -61,6 +61,7 @@ class TrainingState:
             slots=self.slots.to_lists(),
             seconds=seconds,
             evaluated=evaluated,
+            best=best,
             skipped_in_a_row=self.skipped_in_a_row,
             learning_rate_scale=self.learning_rate_scale,
             rolled_back_from=self.rolled_back_from,

@@ -298,6 +298,34 @@ def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, datas
     assert any("The battery is at 5 %; saving." in text for text in display.messages)
 
 
+# The best
+
+
+def test_a_target_that_was_reached_just_before_a_kill_is_not_forgotten(tmp_path, dataset, monkeypatch):
+    """Killed between the checkpoint and the file that says it is the best."""
+    config = run_config(dataset, evaluation__target_accuracy=0.0)
+    monkeypatch.setattr(Saver, "mark_best", lambda self, best: os.kill(os.getpid(), signal.SIGKILL))
+    child = os.fork()
+    if child == 0:
+        run(config, tmp_path / "run")
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    monkeypatch.undo()
+    assert Run(tmp_path / "run").checkpoints().best() is None
+    outcome = run(config, tmp_path / "run")
+    assert (outcome.reason, outcome.step) == ("target", 10)
+    assert Run(tmp_path / "run").checkpoints().best()["checkpoint"] == "step-00000010"
+
+
+def test_a_best_whose_weights_are_lost_is_no_best(tmp_path, dataset):
+    config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=10)
+    run(config, tmp_path / "run", max_step=10)
+    (tmp_path / "run" / "checkpoints" / "step-00000010" / "ema.safetensors").write_bytes(b"")
+    outcome = run(config, tmp_path / "run", max_step=12)
+    assert outcome.best["step"] == 10
+    assert Run(tmp_path / "run").checkpoints().best_or_newest().step == 10, "evaluated and saved again"
+
+
 # What may change, and what may not
 
 
