@@ -36,7 +36,7 @@ class TrainingState:
             group_indices=split.group_indices,
             puzzle_indices=split.puzzle_indices,
         )
-        self.data = fingerprint(split)
+        self.data, self.versions = fingerprint(split), versions()
         self.learner = make_learner()
         self.slots, self.step = Slots.new(self.order.num_slots), 0
         self.skipped_in_a_row = 0
@@ -66,7 +66,7 @@ class TrainingState:
             learning_rate_scale=self.learning_rate_scale,
             rolled_back_from=self.rolled_back_from,
             plan=self.plan.to_json(),
-            versions=versions(),
+            versions=self.versions,
         ).model_dump(mode="json")
 
     def batch(self, slots: Slots) -> StepBatch:
@@ -114,7 +114,7 @@ class TrainingState:
     def changes_since(self, saved: SavedState) -> list[str]:
         """What is carried out otherwise than when the checkpoint was written; none of it is refused."""
         before = {name: (saved.plan or {}).get(name) for name in PLAN_FACTS} | dict(saved.versions)
-        now = {name: self.plan.to_json()[name] for name in PLAN_FACTS} | versions()
+        now = {name: self.plan.to_json()[name] for name in PLAN_FACTS} | self.versions
         return [
             f"{name} {then} -> {now[name]}"
             for name, then in before.items()
