@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ SCHEMA = 2
 Tensors = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> torch tensor
 _MIB = 2**20
 _FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")  # never a path out of the checkpoint
-_MAX_JSON_BYTES = 64 * _MIB
+_NAME = re.compile(r"step-\d{8,15}")
+_MAX_JSON_BYTES = 8 * _MIB  # a thousand slots take 20 KiB
+_MAX_HEADER_BYTES = 4 * _MIB  # a few dozen tensors take a few KiB
 _SPARE_BYTES = 4 * _MIB  # for the manifest, the other files of a run, and the file system's own
 _DTYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
@@ -49,13 +53,17 @@ class Checkpoint:
     metadata: dict[str, Any]
 
     def load(self, name: str) -> dict[str, Any]:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return dict(load_file(self.path / f"{name}.safetensors"))
+        try:
+            return dict(load_file(self.path / f"{name}.safetensors"))
+        except (OSError, SafetensorError) as error:  # also if a trainer at work has just removed it
+            raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
 
     def load_all(self) -> dict[str, dict[str, Any]]:
         """The files of the manifest; what else lies there is not ours."""
-        names = (Path(name) for name in _read_manifest(self.path)["files"])
+        names = [Path(name) for name in _read_manifest(self.path)["files"]]
         return {name.stem: self.load(name.stem) for name in names if name.suffix == ".safetensors"}
 
 
@@ -87,23 +95,23 @@ class CheckpointManager:
         """Returns when it is safe on the disk; otherwise the checkpoints are as they were before."""
         path = self.path(step)
         partial = self.directory / f".{path.name}.partial"
-        if path.exists():
-            raise CheckpointError(f"{path} exists already", hint="A step is saved once; move it away.")
         _check_finite(tensors)
-        self.check_space(tensors)
         complete = {**metadata, "step": step}
         try:
-            make_directory(self.directory)
-            _write(partial, tensors, complete)
-            os.rename(partial, path)
+            self.check_space(tensors)
+            if path.is_dir() and (problem := find_damage(path)) is not None:
+                _set_aside(path, problem)
+            if not path.is_dir():  # otherwise it was renamed, but perhaps not for good: see below
+                make_directory(self.directory)
+                _write(partial, tensors, complete)
+                os.rename(partial, path)
             sync(self.directory)
         except OSError as error:
-            with suppress(OSError):  # renamed but perhaps not for good: not saved, then
-                os.rename(path, partial)
             shutil.rmtree(partial, ignore_errors=True)
             raise _cannot_write(path, error) from error
-        self._rotate(path)
-        return Checkpoint(path, step, complete)
+        with suppress(OSError):  # then the next save removes what is too much
+            self._rotate(path)
+        return open_checkpoint(path)
 
     def check_space(self, tensors: Tensors) -> None:
         needed = _SPARE_BYTES + sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
@@ -115,10 +123,18 @@ class CheckpointManager:
                 hint="Free some disk space; earlier checkpoints are untouched.",
             )
 
+    def good_ones(self) -> Iterator[Checkpoint]:
+        """Newest first. Changes nothing, so it may be asked while a trainer is at work."""
+        return (open_checkpoint(path) for path in self._newest_first() if find_damage(path) is None)
+
     def newest_good(self) -> Checkpoint | None:
-        """Changes nothing, so it may be asked while a trainer is at work."""
-        good = (path for path in self._newest_first() if find_damage(path) is None)
-        return next((open_checkpoint(path) for path in good), None)
+        return next(self.good_ones(), None)
+
+    def abandon_after(self, step: int) -> None:
+        """Those beyond `step` are of a way that is not gone on with."""
+        for path in self._newest_first():
+            if step_of(path) > step:
+                _set_aside(path, "", "abandoned")
 
     def recover(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest good one, and what was found damaged on the way to it and set aside. Where none is
@@ -141,9 +157,10 @@ class CheckpointManager:
 
     def examine(self) -> Iterator[Found]:
         """Every checkpoint, newest first, read to its last byte; those that were set aside come last."""
-        for path in [*self._newest_first(), *sorted(self.directory.glob("damaged-step-*"))]:
-            files = (file for file in path.iterdir() if file.is_file())
-            yield Found(path, sum(file.stat().st_size for file in files), find_damage(path))
+        for path in [*self._newest_first(), *sorted(self.directory.glob("*-step-*"))]:
+            with suppress(FileNotFoundError):  # a trainer at work has just removed it
+                files = (file for file in path.iterdir() if file.is_file())
+                yield Found(path, sum(file.stat().st_size for file in files), find_damage(path))
 
     def newest_step(self) -> int | None:
         return max((step_of(path) for path in self._newest_first()), default=None)
@@ -157,11 +174,9 @@ class CheckpointManager:
 
     def best(self) -> dict[str, Any] | None:
         try:
-            content = json.loads(self.best_file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError, RecursionError):
+            return checked_best(json.loads(self.best_file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError):
             return None
-        named = isinstance(content, dict) and isinstance(content.get("checkpoint"), str)
-        return content if named and re.fullmatch(r"step-\d{8,}", content["checkpoint"]) else None
 
     def is_good(self, name: str) -> bool:
         path = self.directory / name
@@ -181,8 +196,8 @@ class CheckpointManager:
         return newest
 
     def _newest_first(self) -> list[Path]:
-        named = (path for path in self.directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
-        return sorted(named, key=step_of, reverse=True)
+        named = (path for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name))
+        return sorted((path for path in named if path.is_dir()), key=step_of, reverse=True)
 
     def _leftovers(self) -> list[Path]:
         """Of processes that were killed while they saved or removed."""
@@ -190,7 +205,7 @@ class CheckpointManager:
 
     def _rotate(self, newest: Path) -> None:
         """Removes nothing before the newest one was read back and found good."""
-        surplus = self._surplus()
+        surplus = [path for path in self._surplus() if path != newest]
         if not surplus:
             return
         problem = find_damage(newest)
@@ -216,7 +231,15 @@ class CheckpointManager:
         for step, path in paths.items():
             with suppress(OSError, ValueError, KeyError, TypeError):
                 found[step] = float(open_checkpoint(path).metadata["seconds"])
-        return found
+        return {step: seconds for step, seconds in found.items() if math.isfinite(seconds)}
+
+
+def checked_best(content: Any) -> dict[str, Any] | None:
+    """What says which checkpoint answered best, if it makes sense."""
+    if not isinstance(content, dict) or not isinstance(content.get("exact_accuracy", 0.0), (int, float)):
+        return None
+    name = content.get("checkpoint")
+    return content if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
 def surplus_steps(steps: Sequence[int], keep: int, kept: set[int]) -> list[int]:
@@ -236,8 +259,8 @@ def step_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def _set_aside(path: Path, why: str) -> str:
-    names = (f"damaged-{path.name}" + (f".{n}" if n else "") for n in count())
+def _set_aside(path: Path, why: str, as_what: str = "damaged") -> str:
+    names = (f"{as_what}-{path.name}" + (f".{n}" if n else "") for n in count())
     target = next(new for name in names if not (new := path.with_name(name)).exists())
     try:
         os.rename(path, target)
@@ -256,7 +279,11 @@ def find_damage(path: Path) -> str | None:
     try:
         manifest = _read_manifest(path)
         for name, expected in manifest["files"].items():
-            if not _FILE_NAME.fullmatch(name) or _digest(path / name) != expected:
+            if not _FILE_NAME.fullmatch(name) or _size(path / name) != expected["bytes"]:
+                return f"{name} is damaged"
+            if name.endswith(".json") and expected["bytes"] > _MAX_JSON_BYTES:
+                return f"{name} is too large"
+            if _digest(path / name) != expected:
                 return f"{name} is damaged"
         if not manifest["step"] == open_checkpoint(path).step == step_of(path):
             return "it is of another step than its name says"
@@ -270,7 +297,7 @@ def find_damage(path: Path) -> str | None:
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Raises what reading, parsing and looking things up raise; `CheckpointError` at another format."""
     file = path / "manifest.json"
-    if file.stat().st_size > _MAX_JSON_BYTES:
+    if _size(file) > _MAX_JSON_BYTES:
         raise ValueError("manifest.json is too large")
     text = file.read_text(encoding="utf-8")
     manifest: dict[str, Any] = json.loads(text)
@@ -298,14 +325,24 @@ def _find_malformed(path: Path, names: Mapping[str, Any]) -> str | None:
 
     for name in names:
         if name.endswith(".safetensors"):
+            with (path / name).open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > _MAX_HEADER_BYTES:
+                return f"{name} is malformed (its header has {header_bytes} bytes)"
             try:
                 with safe_open(path / name, framework="numpy"):
                     pass
             except SafetensorError as error:
                 return f"{name} is malformed ({error})"
-        elif (path / name).stat().st_size > _MAX_JSON_BYTES:
-            return f"{name} is too large"
     return None
+
+
+def _size(path: Path) -> int:
+    """Of a file: a pipe or a device in its place would keep a reader for ever."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    return found.st_size
 
 
 def _write(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:

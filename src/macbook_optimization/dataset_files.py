@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def _map(path: Path) -> np.memmap[Any, np.dtype[Any]]:
         raise DataError(f"{path} is truncated or not an array: {error}", hint=AGAIN) from error
 
 
-def _array_file(path: Path) -> ArrayFile:
+def array_file(path: Path) -> ArrayFile:
     array = _map(path)
     if array.dtype.kind not in "iu" or array.ndim == 0:
         wrong = f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers"
@@ -130,7 +131,7 @@ def open_files(dataset: Path, split: str) -> SplitFiles:
         raise DataError(wrong if dataset.is_dir() else missing)
     if not (directory / "dataset.json").is_file():
         raise DataError(f"{directory / 'dataset.json'} is missing", hint=AGAIN)
-    arrays = {field: _array_file(directory / f"all__{field}.npy") for field in FIELDS}
+    arrays = {field: array_file(directory / f"all__{field}.npy") for field in FIELDS}
     if problems := _length_problems(arrays):
         raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
     check_digests(dataset, split)
@@ -145,7 +146,8 @@ def check_digests(dataset: Path, split: str) -> None:
     """Of a set that says what it was."""
     try:
         files = json.loads((dataset / BUILD).read_bytes())["sha256"]
-        expected = {dataset / file: digest for file, digest in files.items() if file.startswith(f"{split}/")}
+        ours = re.compile(rf"{re.escape(split)}/\w+\.npy")  # never a path out of the dataset
+        expected = {dataset / file: digest for file, digest in files.items() if ours.fullmatch(file)}
         changed = [path for path, digest in expected.items() if _sha256(path) != digest]
     except FileNotFoundError as error:
         if Path(error.filename).name == BUILD:

@@ -55,7 +55,11 @@ def make_directory(path: Path) -> None:
     """And its parents, so that none of them is gone after a power loss."""
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     for each in reversed(missing):
-        os.mkdir(each)
+        try:
+            os.mkdir(each)
+        except FileExistsError:
+            if not each.is_dir():  # otherwise somebody else was faster
+                raise
         sync(each.parent)
 
 

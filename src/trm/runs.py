@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager, open_checkpoint, step_of
 from macbook_optimization.durable_files import exclusive_lock, make_directory, replace_file
@@ -94,7 +94,7 @@ def open_run(path: Path, config: RunConfig) -> Run:
     run = Run(path)
     if (path / "recipe.yaml").exists():
         _refuse_if_different(config.what_is_learned(), run.config.what_is_learned(), path)
-    elif path.is_dir() and any(path.iterdir()):
+    elif not _is_free(path):
         raise RunError(f"{path} is not empty and not a run", hint="Use another --run directory.")
     return run
 
@@ -107,7 +107,7 @@ class SavedState(BaseModel):
     recipe: dict[str, Any]
     shape: dict[str, int]
     data: dict[str, str] | None  # fingerprints; None in a run that only imported its weights
-    slots: dict[str, list[int]]
+    slots: dict[str, list[Annotated[int, Field(ge=-1, lt=2**62)]]]
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: dict[str, Any] | None = None  # the best evaluation so far, this one's included
@@ -124,6 +124,11 @@ def read_state(checkpoint: Checkpoint) -> SavedState:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
         raise CheckpointError(f"{checkpoint.path}/state.json makes no sense: {problems}") from error
+
+
+def _is_free(path: Path) -> bool:
+    """Nothing is there, or only what a start left that was killed before it had written its recipe."""
+    return not path.is_dir() or all(file.name.endswith(".partial") for file in path.iterdir())
 
 
 def check_compatible(
@@ -175,7 +180,7 @@ def only_trainer(path: Path) -> Iterator[int]:
     path = path.resolve()
     with ExitStack() as stack:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             held = stack.enter_context(exclusive_lock(path.with_name(f".{path.name}.lock")))
         except OSError as error:
             raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
@@ -197,7 +202,7 @@ def _in_use(path: Path, holder: str) -> RunError:
 def set_aside(path: Path) -> Path | None:
     """Gives way to a fresh run, without losing the old one."""
     path = path.resolve()
-    if not path.exists():
+    if not path.exists() or (path.is_dir() and _is_free(path)):
         return None
     if not (path / "recipe.yaml").exists():
         raise RunError(f"{path} is not a run, so it stays where it is", hint="Use another --run directory.")
@@ -263,7 +268,8 @@ def verify(path: Path, progress: Callable[[str, int, int], None]) -> Verificatio
     for each in manager.examine():
         found.append({"name": each.path.name, "bytes": each.num_bytes, "damage": each.damage})
         progress("verifying", len(found), total)
-    good = next((each for each in found if each["damage"] is None), None)
+    standing = (each for each in found if each["name"].startswith("step-"))
+    good = next((each for each in standing if each["damage"] is None), None)
     problem = None
     if good is not None:
         try:

@@ -1,6 +1,7 @@
 """Two trainers in one run directory would ruin each other's checkpoints: exactly one of them runs."""
 
 import os
+import statistics
 import time
 
 import pytest
@@ -12,14 +13,14 @@ from trm.runs import Run, only_trainer
 
 @pytest.mark.slow
 def test_of_two_that_start_at_once_exactly_one_runs(tmp_path, tally, full):
-    tally, slowest = tally("two started at once"), 0.0
+    tally, seconds = tally("two started at once"), []
     for _ in range(50 if full else 4):
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
         began = time.monotonic()
         both = [start(tmp_path, "plan.threads=1"), start(tmp_path, "plan.threads=1")]
         wait_for(lambda both=both: any(process.poll() is not None for process in both))
-        slowest = max(slowest, time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
         losers = [process for process in both if process.poll() is not None]
         winner = next(process for process in both if process not in losers)
         runs = trainer_of(winner).is_running()
@@ -28,7 +29,9 @@ def test_of_two_that_start_at_once_exactly_one_runs(tmp_path, tally, full):
         survived = len(losers) == 1 and losers[0].returncode == 1 and runs and told
         assert tally.add(survived), text
         kill_all(winner)  # and leaves no stale lock to the next two
-    tally.remark(f"the other one left after {slowest:.2f} s at most, from the start of its process")
+    median = statistics.median(seconds)
+    assert not full or median < 1
+    tally.remark(f"the other one left {median:.2f} s after its start, {max(seconds):.2f} s at most")
 
 
 @pytest.mark.slow

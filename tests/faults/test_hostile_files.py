@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import time
 import zipfile
@@ -45,6 +44,22 @@ def refused(directory, *arguments):
     assert best < SECONDS
     assert "Traceback" not in answer.stderr
     return answer.stdout + answer.stderr
+
+
+def checkpoint_in(directory):
+    run = directory / "run"
+    manager = manager_with(run, 1)
+    (run / "recipe.yaml").write_text(run_config(directory / "set").to_yaml())
+    return manager
+
+
+def replace(manager, name, content):
+    """Who makes a file up can also write the manifest."""
+    (manager.path(1) / name).write_bytes(content)
+    manifest = json.loads((manager.path(1) / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.pop("sha256")
+    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
 
 
 PICKLES = {
@@ -92,6 +107,8 @@ HEADERS = {
     "negative": "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
     "code": f"__import__('os').system('touch {RAN}')",
     "deep": "(" * 5000,
+    "no dictionary": "{[]: 1}",
+    "long": "{'descr': '<i8', 'fortran_order': False, 'shape': (" + "9" * 400 + ",)}",
 }
 
 
@@ -135,6 +152,7 @@ def _entry(start, end, shape=(2,)):
 
 FILES = {
     "a header of 100 MB": lambda: _safetensors(b"{" + b" " * 100_000_001),
+    "a header of many names": lambda: _safetensors({f"n{n}": _entry(0, 0, (0,)) for n in range(200_000)}),
     "a header longer than the file": lambda: (2**62).to_bytes(8, "little") + b"{}",
     "entries that overlap": lambda: _safetensors({"a": _entry(0, 8), "b": _entry(4, 12)}, bytes(12)),
     "entries beyond the end": lambda: _safetensors({"a": _entry(0, 8), "b": _entry(8, 800)}, bytes(16)),
@@ -149,30 +167,52 @@ FILES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_made_up_tensors_with_a_right_sha256_are_refused(directory, tally, kind):
-    """Who makes the file up can also write the manifest."""
-    run = directory / "run"
-    manager = manager_with(run, 1)
-    (run / "recipe.yaml").write_text(run_config(directory / "set").to_yaml())
-    file = manager.path(1) / "weights.safetensors"
-    content = FILES[kind]()
-    file.write_bytes(content)
-    manifest = json.loads((manager.path(1) / "manifest.json").read_text())
-    manifest["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest.pop("sha256")
-    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
+    replace(checkpoint_in(directory), "weights.safetensors", FILES[kind]())
     text = refused(directory, "checkpoint", "verify", "run")
     told = "weights.safetensors is malformed" in text and "No checkpoint is good" in text
     assert "no usable checkpoint" in refused(directory, "eval", "run")
     assert tally("hostile safetensors").add(told), text
-    shutil.rmtree(run)
+
+
+def _device(file):
+    file.symlink_to("/dev/zero")
+
+
+PLACES = {"a pipe": os.mkfifo, "a device": _device, "a directory": os.mkdir}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_is_no_file_is_refused(directory, tally, kind, name):
+    """Reading it might never end."""
+    manager = checkpoint_in(directory)
+    (manager.path(1) / name).unlink()
+    PLACES[kind](manager.path(1) / name)
+    text = refused(directory, "checkpoint", "verify", "run")
+    assert tally("pipes and devices").add(f"{name} is not a file" in text), text
+
+
+@pytest.mark.slow
+def test_a_large_state_is_refused_before_it_is_parsed(directory, tally):
+    replace(checkpoint_in(directory), "state.json", b"[" + b"{}," * 30_000_000 + b"{}]")
+    assert tally("hostile manifests").add("is too large" in refused(directory, "checkpoint", "verify", "run"))
+
+
+@pytest.mark.slow
+def test_a_dataset_that_leads_out_of_itself_is_not_followed(directory, tally):
+    build = json.loads((directory / "set" / "build.json").read_text())
+    build["sha256"]["train/../../../../../../../dev/zero"] = "0" * 64
+    build["sha256"]["train/all__labels.npy"] = "0" * 64
+    (directory / "set" / "build.json").write_text(json.dumps(build))
+    text = refused(directory, "train", "sudoku-6x6", *FOUR, *TINY)
+    assert tally("hostile arrays").add("all__labels.npy is not what was built" in text), text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../set/build.json", "/etc/hostname", "a.safetensors/../x.json", "x.pt"])
 def test_a_manifest_that_leads_out_of_its_directory_is_refused(directory, tally, name):
-    run = directory / "run"
-    manager = manager_with(run, 1)
-    (run / "recipe.yaml").write_text(run_config(directory / "set").to_yaml())
+    manager = checkpoint_in(directory)
     manifest = json.loads((manager.path(1) / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": 1, "sha256": "0" * 64}
     manifest.pop("sha256")

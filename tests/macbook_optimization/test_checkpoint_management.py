@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -134,6 +135,64 @@ def test_what_is_not_finite_is_not_saved(manager, value):
     assert not manager.directory.exists()
 
 
+def test_a_save_that_was_renamed_but_not_synced_is_not_called_saved_and_can_be_repeated(manager, monkeypatch):
+    real = checkpoint_management.sync
+
+    def fail(path):
+        if path == manager.directory:
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(checkpoint_management, "sync", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(manager, 1)
+    monkeypatch.undo()
+    assert save(manager, 1).step == manager.newest_good().step == 1
+
+
+def test_a_damaged_checkpoint_of_this_step_makes_way(manager):
+    (save(manager, 1).path / "state.json").write_text("{}")
+    assert save(manager, 1).step == manager.newest_good().step == 1
+    assert (manager.directory / "damaged-step-00000001").is_dir()
+
+
+def test_what_was_just_saved_is_never_removed(tmp_path):
+    """A later one that is damaged, and could not be set aside, counts as one of the last."""
+    manager = CheckpointManager(tmp_path, keep=1)
+    (save(manager, 9).path / "state.json").write_text("{}")
+    save(manager, 5)
+    assert manager.newest_good().step == 5
+
+
+def test_whatever_a_disk_answers_is_no_crash(manager, monkeypatch):
+    save(manager, 1)
+    manager.best_file.mkdir()
+    assert manager.best() is None
+    assert save(manager, 2).step == 2
+
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_management, "free_bytes", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(manager, 3)
+
+
+def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(manager):
+    checkpoint = save(manager, 1)
+    shutil.rmtree(checkpoint.path)
+    with pytest.raises(CheckpointError, match="no readable weights"):
+        checkpoint.load("weights")
+
+
+def test_abandoned_checkpoints_are_set_aside(manager):
+    for step in (1, 2):
+        save(manager, step)
+    manager.abandon_after(1)
+    assert manager.newest_good().step == 1
+    assert [found.path.name for found in manager.examine()] == ["step-00000001", "abandoned-step-00000002"]
+
+
 def test_an_unfinished_save_is_no_checkpoint(manager):
     save(manager, 1)
     partial = manager.directory / ".step-00000002.partial"
@@ -148,8 +207,7 @@ def test_an_unfinished_save_is_no_checkpoint(manager):
 
 def test_a_saved_step_is_never_overwritten(manager):
     save(manager, 1)
-    with pytest.raises(CheckpointError, match="exists already"):
-        manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
+    manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
     assert manager.newest_good().load("weights")["w"].tolist() == [1.0] * 50
 
 

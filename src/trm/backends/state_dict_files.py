@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import resource
+import sys
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 def describe(file: str, tell: Tell) -> dict[str, dict[str, Any]]:
     """What the child does."""
     resource.setrlimit(resource.RLIMIT_CPU, (_CHILD_SECONDS, _CHILD_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (_CHILD_BYTES, _CHILD_BYTES))
+    if sys.platform == "linux":  # macOS refuses this limit
+        resource.setrlimit(resource.RLIMIT_AS, (_CHILD_BYTES, _CHILD_BYTES))
     try:
         with zipfile.ZipFile(file) as archive:
             state = _unpickled(archive)
@@ -130,6 +132,7 @@ class _RecordsOnly(pickle.Unpickler):
 def _record(storage: tuple[str, str], offset: int, size: Any, stride: Any, *ignored: Any) -> StoredTensor:
     entry, dtype = storage
     size, stride = tuple(size), tuple(stride)
-    if not all(isinstance(n, int) and n >= 0 for n in (offset, *size, *stride)) or len(size) != len(stride):
+    numbers = (offset, *size, *stride)
+    if not all(isinstance(n, int) and 0 <= n < 2**48 for n in numbers) or len(size) != len(stride):
         raise ValueError("a tensor has no sensible shape")
     return StoredTensor(str(entry), str(dtype), offset, size, stride)

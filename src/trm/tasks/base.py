@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tokenize
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from macbook_optimization.dataset_files import AGAIN, BUILD, FIELDS, check_digests, digests
+from macbook_optimization.dataset_files import AGAIN, BUILD, FIELDS, array_file, check_digests, digests
 from macbook_optimization.durable_files import sync
 from macbook_optimization.errors import DataError
 
@@ -195,7 +194,7 @@ def open_split(dataset: Path, name: str) -> Split:
         wrong = f"{dataset} is not a dataset: there is no {name}/ in it"
         raise DataError(wrong if dataset.is_dir() else missing, hint="Build one with: trm data build")
     metadata = _read_metadata(directory / "dataset.json")
-    arrays = {field: _map_array(directory / f"{metadata.sets[0]}__{field}.npy") for field in FIELDS}
+    arrays = {field: array_file(directory / f"{metadata.sets[0]}__{field}.npy").mapped() for field in FIELDS}
     problems = _problems(arrays, metadata.shape)
     if problems:
         raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
@@ -215,19 +214,6 @@ def _read_metadata(path: Path) -> Metadata:
             for problem in error.errors()
         )
         raise DataError(f"{path} does not describe a dataset: {problems}", hint=AGAIN) from error
-
-
-def _map_array(path: Path) -> NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", hint=AGAIN) from error
-    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
-        # NumPy parses the header as Python, and lets what that raises through.
-        raise DataError(f"{path} is truncated or not an array: {error}", hint=AGAIN) from error
-    if array.dtype.kind not in "iu" or array.ndim == 0:
-        raise DataError(f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers")
-    return np.asarray(array)
 
 
 def _problems(arrays: Mapping[str, NDArray[Any]], shape: TaskShape) -> list[str]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from macbook_optimization.checkpoint_management import Checkpoint
+from macbook_optimization.checkpoint_management import Checkpoint, checked_best
 from macbook_optimization.children import Tell
 from macbook_optimization.errors import AllocationFailed, DataError, NonFiniteError
 from macbook_optimization.hardware_detection import HardwareDetector
@@ -155,8 +155,12 @@ class Trainer:
         """That of the checkpoint or, if later ones were lost, of the file; it must be of this very test, and
         its weights must still be there."""
         marked = self.checkpoints.best()
-        found = [best for best in (marked, saved) if best and best.get("judged_by") == self.judged_by]
-        there = [best for best in found if self.checkpoints.is_good(best["checkpoint"])]
+        found = {
+            best["checkpoint"]: best
+            for best in (marked, checked_best(saved))
+            if best and best.get("judged_by") == self.judged_by
+        }
+        there = [best for name, best in found.items() if self.checkpoints.is_good(name)]
         best = max(there, key=lambda best: float(best["exact_accuracy"]), default=None)
         if best is not None and best != marked:  # it was killed before it could mark it
             self.saver.mark_best(best)
@@ -175,7 +179,7 @@ class Trainer:
         try:
             while True:
                 self._keep(check)
-                if (reason := self._finished(limits)) is not None:
+                if (reason := self._finished(limits)) is not None and self._is_kept(check):
                     break
                 check()
                 before = time.monotonic()
@@ -190,16 +194,31 @@ class Trainer:
                 self.watch.collect_garbage(self.state.step)
         except Interrupted:
             reason = "interrupted"
-        self.saver.insist(self._save, check)
-        if self.best is not None and self.best["step"] == self.state.step:
-            self.saver.mark_best(self.best)  # again, if the disk was full when it was found
+            try:
+                self.saver.insist(self._save, check)
+            except NonFiniteError as trouble:
+                self.display.message(f"{trouble} {self.saver.what_is_safe.capitalize()}.")
         log.write()
         self.journal.event("stopped", reason=reason, step=self.state.step, peak_bytes=peak_bytes())
         target = self.config.evaluation.target_accuracy
         return Outcome(self.directory.path, reason, self.state.step, self.seconds, self.best, target)
 
+    def _is_kept(self, check: Callable[[], None]) -> bool:
+        """At the end. Weights that are no numbers are not what was asked for, so it goes on then."""
+        try:
+            self.saver.insist(self._save, check)
+        except NonFiniteError as trouble:
+            self._roll_back(trouble)
+            return False
+        if self.best is not None and self.best["step"] == self.state.step:
+            self.saver.mark_best(self.best)  # again, if the disk was full when it was found
+        return True
+
     def _keep(self, check: Callable[[], None]) -> None:
-        """What is due between two steps."""
+        """What is due between two steps. Nothing is, while steps are skipped: the weights are those of the
+        last checkpoint or as suspect as the loss."""
+        if self.state.skipped_in_a_row:
+            return
         try:
             if self._evaluation_is_due():
                 self._evaluate(check)
@@ -270,8 +289,13 @@ class Trainer:
                 hint="Start a new run with a lower training.learning_rate; `trm checkpoint import` takes the "
                 "weights of this one along.",
             )
-        state.go_back(self._recover())
+        self._recover()
+        sound = (each for each in self.checkpoints.good_ones() if not each.metadata.get("skipped_in_a_row"))
+        state.go_back(checkpoint := next(sound, None))
+        self.checkpoints.abandon_after(state.step)
+        self.saver.step = None if checkpoint is None else checkpoint.step
         self.evaluated = min(self.evaluated, state.step)
+        self.best = self._best_so_far(self.best)
         scale = state.learning_rate_scale
         self.journal.event("rolled back", step=step, to=state.step, learning_rate_scale=scale)
         self.display.message(f"Going back to step {state.step} with {scale:g} of the learning rate.")
@@ -309,14 +333,20 @@ class Trainer:
         """A best that could not be saved is none, unless the run ends here and saves at last."""
         name = self.checkpoints.path(self.state.step).name
         before, self.best = self.best, {"checkpoint": name, **row, "judged_by": self.judged_by}
-        if self._save():
+        try:
+            saved = self._save()
+        except NonFiniteError:
+            self.best = before
+            raise
+        if saved:
             self.saver.mark_best(self.best)
         elif not self._reached_target(self.best):
             self.best = before
 
     def _save(self) -> bool:
         state = self.state
-        if state.rolled_back_from is not None and state.step > state.rolled_back_from:
-            state.rolled_back_from = None  # it is past what stopped it
+        past = state.rolled_back_from is not None and state.step > state.rolled_back_from
+        if past and not state.skipped_in_a_row:
+            state.rolled_back_from = None  # of what stopped it
         saved = state.saved(self.seconds, self.evaluated, self.best)
         return self.saver.save(state.step, state.learner.tensors(), saved)

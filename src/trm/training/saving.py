@@ -28,6 +28,8 @@ class Saver:
         self.at = time.monotonic()
         self.save_seconds = 0.0  # what the last one took
         self.failed_at: float | None = None
+        self.retry_seconds = RETRY_SECONDS
+        self.unmarked: dict[str, Any] | None = None  # a best that could not be written down
 
     @property
     def every_seconds(self) -> float:
@@ -36,18 +38,20 @@ class Saver:
     def is_due(self, step: int) -> bool:
         now = time.monotonic()
         if self.failed_at is not None:
-            return now - self.failed_at >= RETRY_SECONDS
+            return now - self.failed_at >= self.retry_seconds
         by_step = self.settings.every_steps is not None and step % self.settings.every_steps == 0
         return by_step or now - self.at >= self.every_seconds
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any]) -> bool:
         """Whether it is safe. `NonFiniteError` is not about saving, and comes through."""
+        if self.unmarked is not None:  # before a rotation that does not know it
+            self.mark_best(self.unmarked)
         started = time.monotonic()
         if self.step != step:
             try:
                 self.checkpoints.save(step, tensors, metadata)
             except CheckpointError as error:
-                self._failed(step, error)
+                self._failed(step, error, time.monotonic() - started)
                 return False
             self.save_seconds = time.monotonic() - started
             self.step = step
@@ -57,7 +61,7 @@ class Saver:
         self.at, self.failed_at = time.monotonic(), None
         return True
 
-    def _failed(self, step: int, error: CheckpointError) -> None:
+    def _failed(self, step: int, error: CheckpointError, took_seconds: float) -> None:
         if self.failed_at is None:
             self.journal.event("not saved", step=step, cause=str(error))
             self.display.message(
@@ -65,6 +69,7 @@ class Saver:
                 f"{self.what_is_safe}."
             )
         self.failed_at = time.monotonic()
+        self.retry_seconds = max(RETRY_SECONDS, took_seconds / SHARE)
 
     @property
     def what_is_safe(self) -> str:
@@ -79,22 +84,27 @@ class Saver:
     def mark_best(self, best: dict[str, Any]) -> None:
         try:
             self.checkpoints.mark_best(best)
+            self.unmarked = None
         except CheckpointError as error:
-            self.display.message(f"warning: {error}")
+            if self.unmarked is None:
+                self.display.message(f"warning: {error}")
+            self.unmarked = best
 
     def insist(self, save: Callable[[], bool], check: Callable[[], None]) -> None:
         """At the end, the work of hours is only in memory: waits for room, until somebody says stop."""
         told = False
         while not save():
             if not told:
-                again = f"It is tried again every {RETRY_SECONDS:g} s until it works; Ctrl-C gives up."
-                self.display.message(again)
+                self.display.message("It is tried again until it works; Ctrl-C gives up.")
             told = True
             try:
                 for _ in range(int(RETRY_SECONDS * 5)):
                     check()
                     time.sleep(0.2)
             except Interrupted:
+                time.sleep(min(1.0, RETRY_SECONDS))
+                if save():
+                    return
                 raise CheckpointError(
                     f"What came after the newest checkpoint is lost: {self.what_is_safe}",
                     hint="Free some disk space; the same command goes on from there.",

@@ -29,7 +29,7 @@ from trm.training.state import PLAN_FACTS
 from trm.training.watching import Display, Journal
 
 DEATHS_AT_THE_SMALLEST_PLAN = 3  # without a checkpoint between them
-KILLS_BY_HAND = 10  # the same, of deterministic training, which keeps its plan
+KILLS_BY_HAND = 10  # the same; so often, deterministic training keeps its plan
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -140,7 +140,7 @@ def _duration(seconds: float) -> str:
 
 def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
     """Trains to the end, whatever kills the trainer on the way. Both hold the lock of the run."""
-    plan, deaths, step = job.plan, 0, job.run.checkpoints().newest_step()
+    plan, deaths, kept, step = job.plan, 0, 0, job.run.checkpoints().newest_step()
     started = time.monotonic()
     while True:
         kills_before = oom_kills()
@@ -163,23 +163,26 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
         except ChildDied as death:
             if death.signal == signal.SIGBUS:  # what a file does that was cut short under a map
                 open_splits(job.config, load_task(job.config.task))
-            # Another plan would round otherwise, and here nothing says that it would help.
-            keep = job.config.training.deterministic and _killed_by_hand(death, kills_before)
-            smaller = plan if keep else plan_after(death, plan, job.config.training.effective_batch_size)
             reached = job.run.checkpoints().newest_step()
             if reached != step:
-                deaths, step = 0, reached
-            deaths += smaller == plan
+                deaths, kept, step = 0, 0, reached
+            # Another plan would round otherwise, and here nothing says that it would help.
+            by_hand = job.config.training.deterministic and _killed_by_hand(death, kills_before)
+            if by_hand and kept < KILLS_BY_HAND:
+                smaller, kept = plan, kept + 1
+            else:
+                smaller = plan_after(death, plan, job.config.training.effective_batch_size)
+                deaths += smaller == plan
             hopeless = smaller == plan and death.code == NO_MEMORY  # it would fail in the same place
-            if hopeless or deaths >= (KILLS_BY_HAND if keep else DEATHS_AT_THE_SMALLEST_PLAN):
-                raise _given_up(job, death, deaths, by_hand=keep) from None
+            if hopeless or deaths >= DEATHS_AT_THE_SMALLEST_PLAN:
+                raise _given_up(job, death, deaths) from None
             _note(job, death, smaller)
             plan = smaller
 
 
 def _killed_by_hand(death: ChildDied, kills_before: int | None) -> bool:
-    """Or by a program: the kernel counts those that it kills for want of memory."""
-    return death.signal == signal.SIGKILL and kills_before is not None and oom_kills() == kills_before
+    """Or by a program: Linux counts those that it kills for want of memory. Elsewhere nobody knows."""
+    return death.signal == signal.SIGKILL and oom_kills() == kills_before
 
 
 def _remaining(limits: Limits, seconds: float) -> Limits:
@@ -224,12 +227,7 @@ def _note(job: Job, death: ChildDied, plan: Plan) -> None:
         journal.event("restarted", cause=str(death), micro_batch_size=plan.micro_batch_size)
 
 
-def _given_up(job: Job, death: ChildDied, deaths: int, *, by_hand: bool) -> LaptopError:
-    if by_hand:
-        return RunError(
-            f"The trainer {death}, {deaths} times without a checkpoint between, and not by the kernel.",
-            hint="Find out what kills it; the same command goes on from the newest checkpoint.",
-        )
+def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
     try:
         (needed,) = estimate(job.planner, [job.config])
     except ChildDied:

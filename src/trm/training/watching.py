@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -83,15 +84,16 @@ class PowerWatch:
         self.cooled_at: float | None = None
 
     def battery_fell(self) -> float | None:
-        """The percentage, each time that it is lower than ever and low."""
+        """The percentage, each time that it is low and has fallen by one."""
         power = self.monitor.power
         if power is None or not power.on_battery or power.battery_percent is None:
             self.saved_at_percent = self.settings.low_battery_percent
             return None
-        if power.battery_percent >= self.saved_at_percent:
+        percent = math.floor(power.battery_percent)  # some systems tell fractions
+        if percent >= self.saved_at_percent:
             return None
-        self.saved_at_percent = power.battery_percent
-        return power.battery_percent
+        self.saved_at_percent = percent
+        return percent
 
     def too_hot(self) -> str | None:
         """Why a pause is due, if it is."""

@@ -160,7 +160,7 @@ def test_nothing_beside_the_file_is_imported(tmp_path, monkeypatch):
 
 def test_a_few_bytes_cannot_become_a_huge_tensor(tmp_path):
     torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "bomb.pt")
-    with pytest.raises(CheckpointError, match="larger than its storage"):
+    with pytest.raises(CheckpointError, match="larger than the file"):
         read_state_dict(tmp_path / "bomb.pt")
 
 
@@ -183,6 +183,13 @@ def test_contents_that_are_no_state_dict_are_refused(tmp_path, content):
     zipped(path, content)
     with pytest.raises(CheckpointError):
         read_state_dict(path)
+
+
+def test_many_names_of_one_storage_cannot_take_more_than_the_file(tmp_path):
+    shared = torch.zeros(100_000)
+    torch.save({f"w{n}": shared for n in range(50)}, tmp_path / "shared.pt")
+    with pytest.raises(CheckpointError, match="larger than the file"):
+        read_state_dict(tmp_path / "shared.pt")
 
 
 def test_a_tensor_beyond_its_storage_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from macbook_optimization.errors import CheckpointError, NonFiniteError, RunErro
 from macbook_optimization.hardware_detection import PowerSpecs
 from macbook_optimization.resource_monitoring import PowerMonitor, ThermalState
 from trm.config import CheckpointsConfig, PlanSettings
-from trm.runs import Run
+from trm.runs import Run, set_aside
 from trm.training import loop
 from trm.training.loop import Limits, train
 from trm.training.saving import Saver
@@ -102,8 +102,8 @@ def test_three_in_a_row_go_back_with_half_the_learning_rate(tmp_path, dataset, p
     outcome = train(config, tmp_path / "run", plan_of(config), Limits(), display)
     assert outcome.step == 20
     (back,) = events(tmp_path / "run", "rolled back")
-    assert (back["step"], back["to"], back["learning_rate_scale"]) == (12, 10, 0.5)
-    assert any("Going back to step 10 with 0.5" in text for text in display.messages)
+    assert (back["step"], back["to"], back["learning_rate_scale"]) == (12, 8, 0.5)
+    assert any("Going back to step 8 with 0.5" in text for text in display.messages)
     rates = {row["step"]: row["learning_rate"] for row in Run(tmp_path / "run").rows() if "loss" in row}
     assert rates[20] == pytest.approx(0.5 * config.training.learning_rate)
     newest = Run(tmp_path / "run").checkpoints().newest_good()
@@ -131,23 +131,85 @@ def test_if_that_does_not_help_it_stops_and_says_so(tmp_path, dataset, poison):
         assert all(torch.isfinite(tensor).all() for tensor in group.values())
 
 
-def test_a_weight_without_a_number_is_not_saved(tmp_path, dataset, monkeypatch):
-    """Found when it is to be saved, so the run goes back at once."""
+def test_no_checkpoint_is_made_of_weights_whose_steps_are_skipped(tmp_path, dataset, poison):
+    """Otherwise a rollback would lead to the very weights that it is to lead away from."""
+    config = run_config(dataset, checkpoints={"every_steps": 1, "keep": 2}, evaluation__every_steps=100)
+    poison(*range(10, 100))
+    with pytest.raises(NonFiniteError, match="did not help"):
+        run(config, tmp_path / "run")
+    assert [row["to"] for row in events(tmp_path / "run", "rolled back")] == [9]
+    assert Run(tmp_path / "run").checkpoints().newest_good().step == 9
+
+
+def test_a_stop_between_skipped_steps_does_not_change_where_it_goes_back_to(tmp_path, dataset, poison):
     config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=100)
-    real, poisoned = loop.Trainer._step, []
+    poison(10, 11, 12, above=0.006)
+    for max_step in (11, 20):
+        outcome = run(config, tmp_path / "halves", max_step=max_step)
+    assert outcome.step == 20
+    run(config, tmp_path / "whole")
+    assert [row["to"] for row in events(tmp_path / "halves", "rolled back")] == [8]
+    one, other = (Run(tmp_path / name).checkpoints().newest_good().load_all() for name in ("halves", "whole"))
+    for group, named in one.items():
+        assert all(torch.equal(tensor, other[group][name]) for name, tensor in named.items())
+    assert (tmp_path / "halves" / "checkpoints" / "abandoned-step-00000011").is_dir()
 
-    def step(self, check):
-        done = real(self, check)
-        if self.state.step == 8 and not poisoned:
-            poisoned.append(
-                self.state.learner.optimizer.moments["lm_head.weight.exp_avg_sq"].fill_(float("inf"))
-            )
-        return done
 
-    monkeypatch.setattr(loop.Trainer, "_step", step)
-    assert run(config, tmp_path / "run").step == 20
+@pytest.fixture
+def infinite(monkeypatch):
+    """Once, after the given step, a moment of the optimizer is infinite."""
+
+    def after(number):
+        real, done = loop.Trainer._step, []
+
+        def step(self, check):
+            result = real(self, check)
+            if self.state.step == number and not done:
+                moments = self.state.learner.optimizer.moments
+                done.append(moments["lm_head.weight.exp_avg_sq"].fill_(float("inf")))
+            return result
+
+        monkeypatch.setattr(loop.Trainer, "_step", step)
+
+    return after
+
+
+@pytest.mark.parametrize("at", [8, 20], ids=["on the way", "at the end"])
+def test_a_weight_without_a_number_is_not_saved(tmp_path, dataset, infinite, at):
+    """Found when it is to be saved, so the run goes back at once."""
+    infinite(at)
+    config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=100)
+    outcome = run(config, tmp_path / "run")
+    assert (outcome.reason, outcome.step) == ("max_steps", 20)
     (back,) = events(tmp_path / "run", "rolled back")
-    assert (back["step"], back["to"]) == (8, 4)
+    assert (back["step"], back["to"]) == (at, at - 4)
+
+
+def test_an_evaluation_of_such_weights_is_no_best(tmp_path, dataset, infinite):
+    infinite(10)
+    config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__target_accuracy=0.0)
+    outcome = run(config, tmp_path / "run")
+    assert (outcome.reason, outcome.step) == ("target", 10)
+    (back,) = events(tmp_path / "run", "rolled back")
+    assert (back["step"], back["to"]) == (10, 8)
+    assert Run(tmp_path / "run").checkpoints().best_or_newest().step == 10
+
+
+def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_again(tmp_path, dataset, poison, monkeypatch):
+    config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=100)
+    poison(10, 11, 12, above=0.006)
+    real = loop.Trainer._roll_back
+
+    def damaged_by_then(self, trouble):
+        (self.checkpoints.path(8) / "ema.safetensors").write_bytes(b"")
+        real(self, trouble)
+
+    monkeypatch.setattr(loop.Trainer, "_roll_back", damaged_by_then)
+    display = Recorder()
+    train(config, tmp_path / "run", plan_of(config), Limits(), display)
+    assert not [text for text in display.messages if text.startswith("warning")]
+    assert [row["to"] for row in events(tmp_path / "run", "rolled back")] == [4]
+    assert (tmp_path / "run" / "checkpoints" / "damaged-step-00000008").is_dir()
 
 
 # Full disks
@@ -166,6 +228,7 @@ def test_a_run_that_has_begun_warns_goes_on_and_saves_when_there_is_room(tmp_pat
     free = 2**20
     monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: free)
     monkeypatch.setattr("trm.training.saving.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("trm.training.saving.SHARE", 1e9)
 
     def make_room(facts, done):
         nonlocal free
@@ -248,15 +311,9 @@ def power(percent, on_battery=True):
 def test_a_low_battery_saves_each_time_that_it_falls(tmp_path):
     watch = PowerWatch(PlanSettings(), power(50))
     seen = []
-    for percent, on_battery in [
-        (11, True),
-        (9, True),
-        (9, True),
-        (8, True),
-        (8, False),
-        (9, True),
-        (None, None),
-    ]:
+    looks = [(11, True), (9, True), (9, True), (8, True), (8, False), (9, True), (None, None)]
+    looks = [(percent and percent + 0.3, on_battery) for percent, on_battery in looks]  # as Linux tells it
+    for percent, on_battery in looks:
         watch.monitor.power = PowerSpecs(on_battery, percent)
         seen.append(watch.battery_fell())
     assert seen == [None, 9, None, 8, None, 9, None]
@@ -317,6 +374,25 @@ def test_a_target_that_was_reached_just_before_a_kill_is_not_forgotten(tmp_path,
     assert Run(tmp_path / "run").checkpoints().best()["checkpoint"] == "step-00000010"
 
 
+def test_a_best_that_could_not_be_marked_is_marked_before_it_could_be_removed(tmp_path, dataset):
+    evaluation = {"every_steps": 5, "depth": 3}
+    config = run_config(dataset, checkpoints={"every_steps": 2, "keep": 1}, evaluation=evaluation)
+    in_the_way = tmp_path / "run" / ".best.partial"
+
+    def block(facts, done):
+        if done == 3 and not in_the_way.exists():
+            in_the_way.mkdir()
+        if done == 6 and in_the_way.exists():
+            in_the_way.rmdir()
+
+    display = Recorder(block)
+    train(config, tmp_path / "run", plan_of(config), Limits(max_step=9), display)
+    assert [text for text in display.messages if text.startswith("warning: Cannot write")]
+    checkpoints = Run(tmp_path / "run").checkpoints()
+    assert checkpoints.best()["checkpoint"] == "step-00000005"
+    assert checkpoints.best_or_newest().step == 5
+
+
 def test_a_best_whose_weights_are_lost_is_no_best(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=10)
     run(config, tmp_path / "run", max_step=10)
@@ -324,6 +400,16 @@ def test_a_best_whose_weights_are_lost_is_no_best(tmp_path, dataset):
     outcome = run(config, tmp_path / "run", max_step=12)
     assert outcome.best["step"] == 10
     assert Run(tmp_path / "run").checkpoints().best_or_newest().step == 10, "evaluated and saved again"
+
+
+# Starts
+
+
+def test_a_start_that_was_killed_before_its_recipe_was_written_is_no_obstacle(tmp_path, dataset):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".recipe.yaml.partial").write_text("task: su")
+    assert set_aside(tmp_path / "run") is None
+    assert run(run_config(dataset), tmp_path / "run", max_step=1).step == 1
 
 
 # What may change, and what may not

@@ -136,6 +136,9 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     tensors = stored_tensors(file)
     try:
         with zipfile.ZipFile(file) as archive:
+            stored = sum(entry.file_size for entry in archive.infolist())
+            if sum(math.prod(tensor.size) for tensor in tensors.values()) > stored:  # each takes a copy
+                raise ValueError("its tensors are larger than the file")
             return {name: _read_tensor(archive, tensor) for name, tensor in tensors.items()}
     except (zipfile.BadZipFile, LookupError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{file}: its contents do not fit together ({error})") from error
