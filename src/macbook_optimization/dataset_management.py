@@ -26,7 +26,15 @@ import psutil
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import BUILD, ArrayFile, PuzzleIndex, SplitFiles, digests, open_files
+from macbook_optimization.dataset_files import (
+    BUILD,
+    ArrayFile,
+    PuzzleIndex,
+    SplitFiles,
+    digests,
+    open_files,
+    read_headers,
+)
 from macbook_optimization.durable_files import make_directory, remove_directory, sync, write_synced
 from macbook_optimization.errors import ConfigError, DataError
 
@@ -150,7 +158,7 @@ class DatasetManager:
         paths = [dataset_paths] if isinstance(dataset_paths, str | Path) else dataset_paths
         if not paths:
             raise DataError("There is no dataset to analyze", hint="Give the path of at least one.")
-        return self._analyze([open_files(Path(path), split) for path in paths])
+        return self._analyze([read_headers(Path(path), split) for path in paths])
 
     def _analyze(self, splits: Sequence[SplitFiles]) -> DatasetAnalysis:
         num_bytes = sum(files.num_bytes for files in splits)
