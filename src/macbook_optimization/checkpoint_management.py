@@ -92,7 +92,8 @@ class CheckpointManager:
         return self.directory / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> Checkpoint:
-        """Returns when it is safe on the disk; otherwise the checkpoints are as they were before."""
+        """Returns when it is safe on the disk. After an error it may be tried again; earlier checkpoints
+        are untouched, and what is there of this one is complete or absent."""
         path = self.path(step)
         partial = self.directory / f".{path.name}.partial"
         _check_finite(tensors)
@@ -100,8 +101,10 @@ class CheckpointManager:
         try:
             self.check_space(tensors)
             if path.is_dir() and (problem := find_damage(path)) is not None:
-                _set_aside(path, problem)
-            if not path.is_dir():  # otherwise it was renamed, but perhaps not for good: see below
+                told = _set_aside(path, problem)
+                if path.is_dir():
+                    raise CheckpointError(f"Cannot write {path}: {told}")
+            if not path.is_dir():  # otherwise an earlier try got as far as the rename
                 make_directory(self.directory)
                 _write(partial, tensors, complete)
                 os.rename(partial, path)
@@ -111,7 +114,7 @@ class CheckpointManager:
             raise _cannot_write(path, error) from error
         with suppress(OSError):  # then the next save removes what is too much
             self._rotate(path)
-        return open_checkpoint(path)
+        return Checkpoint(path, step, complete)
 
     def check_space(self, tensors: Tensors) -> None:
         needed = _SPARE_BYTES + sum(tensor.nbytes for group in tensors.values() for tensor in group.values())

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,7 +23,7 @@ from macbook_optimization.checkpoint_management import Checkpoint, CheckpointMan
 from macbook_optimization.durable_files import exclusive_lock, make_directory, replace_file
 from macbook_optimization.errors import CheckpointError, ConfigError, LaptopError, RunError
 from macbook_optimization.training_config_adapter import TrainingParams
-from trm.config import CountOrZero, PositiveOrZero, Rate, RunConfig, config_from_text, differences
+from trm.config import CountOrZero, PositiveOrZero, RunConfig, config_from_text, differences
 
 Plan = TrainingParams
 DEFAULT_PLAN = Plan(micro_batch_size=32, accumulation_steps=1, threads=1)  # of a run that was only imported
@@ -112,7 +112,7 @@ class SavedState(BaseModel):
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: dict[str, Any] | None = None  # the best evaluation so far, this one's included
     skipped_in_a_row: CountOrZero = 0
-    learning_rate_scale: Rate | Literal[1] = 1
+    learning_rate_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     rolled_back_from: CountOrZero | None = None
     plan: dict[str, Any] | None = None
     versions: dict[str, str] = {}
