@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")  # never a path out of th
 _NAME = re.compile(r"step-\d{8,15}")
 _MAX_JSON_BYTES = 8 * _MIB  # a thousand slots take 20 KiB
 _MAX_HEADER_BYTES = 4 * _MIB  # a few dozen tensors take a few KiB
-_SPARE_BYTES = 4 * _MIB  # for the manifest, the other files of a run, and the file system's own
+_SPARE_BYTES = _MIB  # for the manifest, the other files of a run, and the file system's own
 _DTYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
     "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
@@ -121,9 +121,9 @@ class CheckpointManager:
         free = free_bytes(self.directory)
         if free < needed:
             raise CheckpointError(
-                f"A checkpoint needs {needed / _MIB:.0f} MiB, and {free / _MIB:.0f} MiB are free for "
+                f"A checkpoint needs {needed / _MIB:.1f} MiB, and {free / _MIB:.1f} MiB are free for "
                 f"{self.directory}",
-                hint="Free some disk space; earlier checkpoints are untouched.",
+                hint="Free some disk space; checkpoints.keep says how many stay.",
             )
 
     def good_ones(self) -> Iterator[Checkpoint]:
@@ -192,6 +192,11 @@ class CheckpointManager:
             return open_checkpoint(self.directory / best["checkpoint"])
         newest = self.newest_good()
         if newest is None:
+            if self._newest_first():
+                raise CheckpointError(
+                    f"{self.directory.parent} has no usable checkpoint: all are damaged",
+                    hint="`trm checkpoint verify` tells what is wrong with each.",
+                )
             raise CheckpointError(
                 f"{self.directory.parent} has no usable checkpoint",
                 hint="Train it first: trm train; `trm runs` lists the runs there are.",
@@ -293,7 +298,11 @@ def find_damage(path: Path) -> str | None:
         return _find_malformed(path, manifest["files"])
     except PermissionError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except FileNotFoundError as error:
+        return f"incomplete or unreadable ({Path(error.filename).name} is missing)"
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
+        return "incomplete or unreadable (its manifest or its state makes no sense)"
+    except (OSError, ValueError) as error:
         return f"incomplete or unreadable ({error})"
 
 

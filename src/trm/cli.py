@@ -162,7 +162,9 @@ def _outcome_text(outcome: Outcome) -> str:
             f"exactly (step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
         )
     lines.append(f"The run is in {outcome.run}.")
-    if outcome.reason in ("limit", "interrupted"):
+    if outcome.reason == "limit":
+        lines.append("Without that limit, or with a later one, the same command goes on from there.")
+    if outcome.reason == "interrupted":
         lines.append("The same command goes on from there.")
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ from macbook_optimization.training_config_adapter import TrainingParams
 from trm.config import CountOrZero, PositiveOrZero, RunConfig, config_from_text, differences
 
 Plan = TrainingParams
+_WRITABLE = "Free some disk space, or make the directory writable."
 DEFAULT_PLAN = Plan(micro_batch_size=32, accumulation_steps=1, threads=1)  # of a run that was only imported
 
 
@@ -60,7 +61,7 @@ class Run:
         try:
             replace_file(self.path / name, text.encode())
         except OSError as error:
-            raise RunError(f"Cannot write {self.path / name}: {error.strerror}") from error
+            raise RunError(f"Cannot write {self.path / name}: {error.strerror}", _WRITABLE) from error
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         try:
@@ -68,7 +69,7 @@ class Run:
                 torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
                 file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
         except OSError as error:
-            raise RunError(f"Cannot write {self.path / name}: {error.strerror}") from error
+            raise RunError(f"Cannot write {self.path / name}: {error.strerror}", _WRITABLE) from error
 
     def event(self, what: str, **facts: Any) -> None:
         self.append("events.jsonl", {"time": time.time(), "event": what, **facts})
@@ -94,6 +95,11 @@ def open_run(path: Path, config: RunConfig) -> Run:
     run = Run(path)
     if (path / "recipe.yaml").exists():
         _refuse_if_different(config.what_is_learned(), run.config.what_is_learned(), path)
+    elif (path / "checkpoints").is_dir():
+        raise RunError(
+            f"{path} has checkpoints, but its recipe.yaml is gone",
+            hint="Put it back (each checkpoint's state.json tells what it learned), or use another --run.",
+        )
     elif not _is_free(path):
         raise RunError(f"{path} is not empty and not a run", hint="Use another --run directory.")
     return run
@@ -157,8 +163,8 @@ def _refuse_if_different(ours: Mapping[str, Any], theirs: Mapping[str, Any], pat
         what = "other data" if other_data else "another recipe"
         raise RunError(
             f"{path} holds a run of {what}:\n  " + "\n  ".join(different),
-            hint="Use another --run directory, or --fresh to set that run aside and start anew."
-            + " `trm checkpoint import` starts a new run from its weights." * other_data,
+            hint="Use another --run directory, or --fresh to set that run aside and start anew; "
+            "`trm checkpoint import` starts a new run from its weights.",
         )
 
 
@@ -167,7 +173,7 @@ def begin(run: Run, config: RunConfig) -> None:
     try:
         make_directory(run.path)
     except OSError as error:
-        raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}") from error
+        raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}", _WRITABLE) from error
     recipe, text = run.path / "recipe.yaml", config.to_yaml()
     if not recipe.exists() or recipe.read_text(encoding="utf-8") != text:
         run.write(recipe.name, text)
@@ -183,7 +189,8 @@ def only_trainer(path: Path) -> Iterator[int]:
             make_directory(path.parent)
             held = stack.enter_context(exclusive_lock(path.with_name(f".{path.name}.lock")))
         except OSError as error:
-            raise RunError(f"Cannot create the run directory {path}: {error.strerror}") from error
+            what = f"write beside {path}" if path.exists() else f"create the run directory {path}"
+            raise RunError(f"Cannot {what}: {error.strerror}", hint=_WRITABLE) from error
         if isinstance(held, str):
             raise _in_use(path, held)
         yield held

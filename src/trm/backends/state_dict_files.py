@@ -58,7 +58,7 @@ class StoredTensor:
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """Raises `CheckpointError` at anything but named tensors."""
-    hint = "Only a state dict of plain tensors, saved by torch 1.6 or newer, is read."
+    hint = "Only a state dict of plain tensors, saved by torch 1.6 or newer, is read; a run is its directory."
     try:
         found = run_in_child(f"{__name__}:describe", {"file": str(file)}, timeout_seconds=_CHILD_SECONDS)
     except CheckpointError as error:

@@ -195,7 +195,7 @@ class Trainer:
         except Interrupted:
             reason = "interrupted"
             try:
-                self.saver.insist(self._save, check)
+                self.saver.insist(self._save, check, stopping=True)
             except NonFiniteError as trouble:
                 self.display.message(f"{trouble} {self.saver.what_is_safe.capitalize()}.")
         log.write()
@@ -303,6 +303,7 @@ class Trainer:
     def _show(self, log: MetricsLog) -> None:
         best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
         facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
+        self.display.update("this step", self.state.order.num_slots, self.state.order.num_slots)
         self.display.update("training", self.state.step, self.config.training.max_steps, facts)
 
     def _evaluate(self, check: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from macbook_optimization.checkpoint_management import CheckpointManager, Tensors
+from macbook_optimization.children import parent_is_gone
 from macbook_optimization.errors import CheckpointError
 from trm.config import CheckpointsConfig
 from trm.training.interruption import Interrupted
@@ -14,6 +15,7 @@ from trm.training.watching import Display, Journal
 
 SHARE = 0.005  # of the time may go into saving
 RETRY_SECONDS = 10.0  # after a save that failed; looking for free space costs nothing
+REMINDER_SECONDS = 60.0
 
 
 class Saver:
@@ -28,6 +30,7 @@ class Saver:
         self.at = time.monotonic()
         self.save_seconds = 0.0  # what the last one took
         self.failed_at: float | None = None
+        self.problem = ""  # of the last one that failed
         self.retry_seconds = RETRY_SECONDS
         self.unmarked: dict[str, Any] | None = None  # a best that could not be written down
 
@@ -39,7 +42,7 @@ class Saver:
         now = time.monotonic()
         if self.failed_at is not None:
             return now - self.failed_at >= self.retry_seconds
-        by_step = self.settings.every_steps is not None and step % self.settings.every_steps == 0
+        by_step = self.settings.every_steps is not None and step > 0 and step % self.settings.every_steps == 0
         return by_step or now - self.at >= self.every_seconds
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any]) -> bool:
@@ -68,7 +71,7 @@ class Saver:
                 f"warning: step {step} is not saved: {error}. Training goes on and saves when it can; "
                 f"{self.what_is_safe}."
             )
-        self.failed_at = time.monotonic()
+        self.failed_at, self.problem = time.monotonic(), str(error)
         self.retry_seconds = max(RETRY_SECONDS, took_seconds / SHARE)
 
     @property
@@ -90,21 +93,24 @@ class Saver:
                 self.display.message(f"warning: {error}")
             self.unmarked = best
 
-    def insist(self, save: Callable[[], bool], check: Callable[[], None]) -> None:
-        """At the end, the work of hours is only in memory: waits for room, until somebody says stop."""
-        told = False
+    def insist(self, save: Callable[[], bool], check: Callable[[], None], *, stopping: bool = False) -> None:
+        """At the end, the work of hours is only in memory: waits for room until somebody says stop, or says
+        it again if that is why it ends (which then leaves at once)."""
+        again = "Ctrl-C again" if stopping else "Ctrl-C"
+        told_at = None
         while not save():
-            if not told:
-                self.display.message("It is tried again until it works; Ctrl-C gives up.")
-            told = True
+            if told_at is None or time.monotonic() - told_at >= REMINDER_SECONDS:
+                told_at = time.monotonic()
+                what_now = f"It is tried again until it works; {again} gives up, and {self.what_is_safe}."
+                self.display.message(f"{self.problem}. {what_now}")
             try:
                 for _ in range(int(RETRY_SECONDS * 5)):
-                    check()
+                    if not stopping:
+                        check()
+                    elif parent_is_gone():
+                        raise Interrupted
                     time.sleep(0.2)
             except Interrupted:
-                time.sleep(min(1.0, RETRY_SECONDS))
-                if save():
-                    return
                 raise CheckpointError(
                     f"What came after the newest checkpoint is lost: {self.what_is_safe}",
                     hint="Free some disk space; the same command goes on from there.",

@@ -216,8 +216,8 @@ def test_a_rollback_past_a_damaged_checkpoint_saves_that_step_again(tmp_path, da
 
 
 def test_a_new_run_that_has_no_room_for_a_checkpoint_does_not_begin(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: 2**20)
-    with pytest.raises(CheckpointError, match=r"A checkpoint needs 4 MiB, and 1 MiB are free"):
+    monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: 2**19)
+    with pytest.raises(CheckpointError, match=r"A checkpoint needs 1.0 MiB, and 0.5 MiB are free"):
         run(run_config(dataset), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -225,7 +225,7 @@ def test_a_new_run_that_has_no_room_for_a_checkpoint_does_not_begin(tmp_path, da
 def test_a_run_that_has_begun_warns_goes_on_and_saves_when_there_is_room(tmp_path, dataset, monkeypatch):
     config = run_config(dataset, checkpoints={"every_steps": 2})
     run(config, tmp_path / "run", max_step=4)
-    free = 2**20
+    free = 2**19
     monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: free)
     monkeypatch.setattr("trm.training.saving.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("trm.training.saving.SHARE", 1e9)
@@ -244,18 +244,46 @@ def test_a_run_that_has_begun_warns_goes_on_and_saves_when_there_is_room(tmp_pat
     assert [row["step"] for row in events(tmp_path / "run", "not saved", "saved again")] == [6, 15]
 
 
-def test_ctrl_c_on_a_full_disk_says_what_is_lost(tmp_path, dataset, monkeypatch):
+@pytest.mark.parametrize("room", [True, False], ids=["and then has room", "and stays full"])
+def test_ctrl_c_on_a_full_disk_waits_for_room_or_a_second_one(tmp_path, dataset, monkeypatch, room):
     config = run_config(dataset, checkpoints={"every_steps": 2})
     run(config, tmp_path / "run", max_step=4)
-    monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: 0)
+    free = 0
+    monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: free)
+    monkeypatch.setattr("trm.training.saving.RETRY_SECONDS", 0.2)
 
     def interrupt(facts, done):
         if done == 9:
             os.kill(os.getpid(), signal.SIGINT)
 
+    class Patient(Recorder):
+        def message(self, text):
+            nonlocal free
+            if "Ctrl-C again gives up, and step 4 is safe" in text:
+                free = 2**40 if room else free
+                if not room:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    child = os.fork()  # the second one ends the process
+    if child == 0:
+        reason = train(config, tmp_path / "run", plan_of(config), Limits(), Patient(interrupt)).reason
+        os._exit(0 if reason == "interrupted" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if room else 130)
+    assert Run(tmp_path / "run").checkpoints().newest_good().step == (9 if room else 4)
+
+
+def test_ctrl_c_while_it_waits_says_what_is_lost(tmp_path, dataset, monkeypatch):
+    config = run_config(dataset, checkpoints={"every_steps": 2})
+    run(config, tmp_path / "run", max_step=4)
+    monkeypatch.setattr("macbook_optimization.checkpoint_management.free_bytes", lambda path: 0)
+
+    class Impatient(Recorder):
+        def message(self, text):
+            if "Ctrl-C gives up" in text:
+                os.kill(os.getpid(), signal.SIGINT)
+
     with pytest.raises(CheckpointError, match=r"is lost: step 4 is safe"):
-        run(config, tmp_path / "run", interrupt)
-    assert Run(tmp_path / "run").checkpoints().newest_good().step == 4
+        train(config, tmp_path / "run", plan_of(config), Limits(), Impatient())
 
 
 def test_rows_wait_for_room(tmp_path):
@@ -380,9 +408,9 @@ def test_a_best_that_could_not_be_marked_is_marked_before_it_could_be_removed(tm
     in_the_way = tmp_path / "run" / ".best.partial"
 
     def block(facts, done):
-        if done == 3 and not in_the_way.exists():
+        if facts.startswith("loss") and done == 3:
             in_the_way.mkdir()
-        if done == 6 and in_the_way.exists():
+        if facts.startswith("loss") and done == 6:
             in_the_way.rmdir()
 
     display = Recorder(block)

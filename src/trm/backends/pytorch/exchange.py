@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from macbook_optimization.checkpoint_management import find_damage, open_checkpoint
 from macbook_optimization.errors import CheckpointError
 from trm.backends.pytorch.step import check_shapes, learner, load_weights
 from trm.backends.state_dict_files import StoredTensor, stored_tensors
@@ -32,11 +33,11 @@ _TOKENS = ("embed_tokens.", "puzzle_emb.")  # and what depends on the task: repl
 def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: bool = False) -> list[str]:
     """A run at step 0 that answers, and goes on training, with the weights of SOURCE, a file of the public
     code or a run. Returns the names of those that are new."""
+    if (path / "recipe.yaml").exists():
+        raise CheckpointError(f"{path} already holds a run", hint="Choose a new --run directory.")
     weights = _weights_of_run(source) if source.is_dir() else from_reference_file(source, config.model)
     made = learner(config.model, config.training, _shape(config), config.seed)
     run = open_run(path, config)
-    if run.checkpoints().newest_step() is not None:
-        raise CheckpointError(f"{path} already has checkpoints", hint="Choose a new --run directory.")
     complete = _with_new_head(weights, made.model.state_dict()) if new_head else weights
     for model in (made.model, made.averaged):
         load_weights(model, complete)
@@ -53,8 +54,15 @@ def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: boo
 
 
 def _weights_of_run(path: Path) -> dict[str, Tensor]:
-    run = Run(path)
-    checkpoint = run.checkpoints().best_or_newest()
+    """The best ones of a run, or those of one checkpoint in it."""
+    if (path / "manifest.json").is_file():
+        run = Run(path.resolve().parents[1])
+        if (problem := find_damage(path)) is not None:
+            raise CheckpointError(f"{path}: {problem}", hint="`trm checkpoint verify` tells which are good.")
+        checkpoint = open_checkpoint(path)
+    else:
+        run = Run(path)
+        checkpoint = run.checkpoints().best_or_newest()
     check_compatible(checkpoint, run.config)
     return checkpoint.load("ema" if run.config.training.ema else "weights")
 
