@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from processes import kill, kill_all, start, trainer_of
+from processes import kill, kill_all, start, trainer_of, wait_for
 
 from trm.runs import Run
 
@@ -14,6 +14,10 @@ INTERVAL = 10  # steps, as the recipe of these tests says
 
 def last_step(run):
     return max((row.get("step", 0) for row in run.rows()), default=0)
+
+
+def starts(run):
+    return sum(row["event"] == "plan" for row in run.rows("events.jsonl"))
 
 
 def state(run):
@@ -36,8 +40,12 @@ def test_kills_at_random_times_change_nothing(tmp_path, tally, full):
     tally, kills = tally("run killed and resumed"), 200 if full else 6
     process, lost_most = start(tmp_path), 0
     for number in range(kills):
-        trainer = trainer_of(process)
-        time.sleep(fate.uniform(0, 7))
+        trainer, begun = trainer_of(process), starts(run)
+        if number % 4 < 2:
+            time.sleep(fate.uniform(0, 7))  # also while it still loads
+        else:
+            wait_for(lambda begun=begun: starts(run) > begun)
+            time.sleep(fate.uniform(0, 3))
         if number % 2:
             kill_all(process)
         else:

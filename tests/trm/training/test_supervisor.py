@@ -92,6 +92,8 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=1)
     letters = tmp_path / "letters"
     letters.mkdir()
+    assert set_aside(letters) is None, "an empty directory is in nobody's way"
+    (letters / "letter.txt").write_text("dear")
     with pytest.raises(RunError, match="is not a run, so it stays"):
         set_aside(letters)
     other = run_config(dataset, seed=1, plan={"threads": 1, "micro_batch_size": 6})
