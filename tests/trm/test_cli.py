@@ -144,7 +144,7 @@ def test_a_run_is_exported_and_imported(workspace):
     assert after["exact_accuracy"] == before["exact_accuracy"]
     assert after["token_accuracy"] == before["token_accuracy"]
     outcome = ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "imported", "--max-steps", 1, cwd=workspace)
-    assert "The same command goes on from there." in outcome
+    assert "the same command goes on from there." in outcome
 
 
 def contents(directory):
