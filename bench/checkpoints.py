@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from macbook_optimization.checkpoint_management import CheckpointManager, find_damage
+from macbook_optimization.checkpoint_files import find_damage
+from macbook_optimization.checkpoint_management import CheckpointManager
 from trm.runs import Run
 
 TRM = Path(sys.executable).with_name("trm")

@@ -1,19 +1,16 @@
-"""Checkpoints: directories of safetensors and JSON that are complete or absent.
+"""The checkpoints of a run: which of them is resumed, which one answers, and which may go.
 
-A checkpoint is written aside, synced and renamed, and carries a manifest with the size and sha256 of every
-file and of itself: safetensors does not notice a flipped bit. The newest one that passes the check wins; one
-that fails is set aside under a name that says so, never deleted. There is no pickle.
+A checkpoint is written aside, synced and renamed, so it is complete or absent. The newest one that passes
+the check wins; one that fails is set aside under a name that says so, never deleted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,50 +18,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from macbook_optimization.checkpoint_files import (
+    Checkpoint,
+    Tensors,
+    check_finite,
+    find_damage,
+    open_checkpoint,
+    step_of,
+    write_checkpoint,
+)
 from macbook_optimization.durable_files import (
     free_bytes,
     make_directory,
     remove_directory,
     replace_file,
     sync,
-    write_synced,
 )
-from macbook_optimization.errors import CheckpointError, NonFiniteError
+from macbook_optimization.errors import CheckpointError
 
-SCHEMA = 2
-Tensors = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> torch tensor
 _MIB = 2**20
-_FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")  # never a path out of the checkpoint
-_NAME = re.compile(r"step-\d{8,15}")
-_MAX_JSON_BYTES = 8 * _MIB  # a thousand slots take 20 KiB
-_MAX_HEADER_BYTES = 4 * _MIB  # a few dozen tensors take a few KiB
 _SPARE_BYTES = _MIB  # for the manifest, the other files of a run, and the file system's own
-_DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
-    "torch.uint8": "U8", "torch.bool": "BOOL",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    path: Path
-    step: int
-    metadata: dict[str, Any]
-
-    def load(self, name: str) -> dict[str, Any]:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return dict(load_file(self.path / f"{name}.safetensors"))
-        except (OSError, SafetensorError) as error:  # also if a trainer at work has just removed it
-            raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
-
-    def load_all(self) -> dict[str, dict[str, Any]]:
-        """The files of the manifest; what else lies there is not ours."""
-        names = [Path(name) for name in _read_manifest(self.path)["files"]]
-        return {name.stem: self.load(name.stem) for name in names if name.suffix == ".safetensors"}
+_NAME = re.compile(r"step-\d{8,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +70,7 @@ class CheckpointManager:
         are untouched, and what is there of this one is complete or absent."""
         path = self.path(step)
         partial = self.directory / f".{path.name}.partial"
-        _check_finite(tensors)
+        check_finite(tensors)
         complete = {**metadata, "step": step}
         try:
             self.check_space(tensors)
@@ -106,7 +80,7 @@ class CheckpointManager:
                     raise CheckpointError(f"Cannot write {path}: {told}")
             if not path.is_dir():  # otherwise an earlier try got as far as the rename
                 make_directory(self.directory)
-                _write(partial, tensors, complete)
+                write_checkpoint(partial, tensors, complete)
                 os.rename(partial, path)
             sync(self.directory)
         except OSError as error:
@@ -262,11 +236,6 @@ def _first_of_every(seconds: float, trained: Mapping[int, float]) -> set[int]:
     return set(first.values())
 
 
-def step_of(path: Path) -> int:
-    found = re.search(r"step-(\d+)", path.name)  # also in the name of one that was set aside
-    return int(found[1]) if found else -1
-
-
 def _set_aside(path: Path, why: str, as_what: str = "damaged") -> str:
     names = (f"{as_what}-{path.name}" + (f".{n}" if n else "") for n in count())
     target = next(new for name in names if not (new := path.with_name(name)).exists())
@@ -275,136 +244,6 @@ def _set_aside(path: Path, why: str, as_what: str = "damaged") -> str:
     except OSError as error:
         return f"{path.name}: {why}; it stays where it is ({error.strerror})"
     return f"{path.name}: {why}; it is now {target.name}"
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(path, int(metadata["step"]), metadata)
-
-
-def find_damage(path: Path) -> str | None:
-    """None if every file is what the manifest says; otherwise what is wrong."""
-    try:
-        manifest = _read_manifest(path)
-        for name, expected in manifest["files"].items():
-            if not _FILE_NAME.fullmatch(name) or _size(path / name) != expected["bytes"]:
-                return f"{name} is damaged"
-            if name.endswith(".json") and expected["bytes"] > _MAX_JSON_BYTES:
-                return f"{name} is too large"
-            if _digest(path / name) != expected:
-                return f"{name} is damaged"
-        if not manifest["step"] == open_checkpoint(path).step == step_of(path):
-            return "it is of another step than its name says"
-        return _find_malformed(path, manifest["files"])
-    except PermissionError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}") from error
-    except FileNotFoundError as error:
-        return f"incomplete or unreadable ({Path(error.filename).name} is missing)"
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
-        return "incomplete or unreadable (its manifest or its state makes no sense)"
-    except (OSError, ValueError) as error:
-        return f"incomplete or unreadable ({error})"
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises what reading, parsing and looking things up raise; `CheckpointError` at another format."""
-    file = path / "manifest.json"
-    if _size(file) > _MAX_JSON_BYTES:
-        raise ValueError("manifest.json is too large")
-    text = file.read_text(encoding="utf-8")
-    manifest: dict[str, Any] = json.loads(text)
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    ours = text == _signed(content)
-    if manifest["schema"] != SCHEMA and (ours or "sha256" not in manifest):
-        raise CheckpointError(
-            f"{path} was written in format {manifest['schema']}; this version reads format {SCHEMA}",
-            hint="Use the version of trm that wrote it, or --fresh.",
-        )
-    if not ours:
-        raise ValueError("manifest.json is damaged")
-    return manifest
-
-
-def _signed(content: Mapping[str, Any]) -> str:
-    """The one way to write a manifest: even a changed blank in it is seen."""
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**content, "sha256": digest}, indent=2)
-
-
-def _find_malformed(path: Path, names: Mapping[str, Any]) -> str | None:
-    """Who makes a file up can also make up its sha256, so its structure is checked too."""
-    from safetensors import SafetensorError, safe_open
-
-    for name in names:
-        if name.endswith(".safetensors"):
-            with (path / name).open("rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                return f"{name} is malformed (its header has {header_bytes} bytes)"
-            try:
-                with safe_open(path / name, framework="numpy"):
-                    pass
-            except SafetensorError as error:
-                return f"{name} is malformed ({error})"
-    return None
-
-
-def _size(path: Path) -> int:
-    """Of a file: a pipe or a device in its place would keep a reader for ever."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name} is not a file")
-    return found.st_size
-
-
-def _write(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.mkdir(directory)
-    files = {
-        f"{name}.safetensors": write_synced(directory / f"{name}.safetensors", _safetensors(group))
-        for name, group in tensors.items()
-    }
-    state = json.dumps(metadata, indent=2, allow_nan=False).encode()
-    files["state.json"] = write_synced(directory / "state.json", [state])
-    manifest = _signed({"schema": SCHEMA, "step": metadata["step"], "files": files})
-    write_synced(directory / "manifest.json", [manifest.encode()])
-    sync(directory)
-
-
-def _safetensors(group: Mapping[str, Any]) -> Iterator[Any]:
-    """The file's parts, without a copy of the tensors: carried latents may be most of the memory there is.
-    (The library's `save_file` also copies nothing, but tells a full disk from a bug by a string, and what
-    it wrote would have to be read again to be hashed.) https://github.com/huggingface/safetensors#format"""
-    import torch
-
-    ordered = sorted(group.items(), key=lambda item: (-item[1].element_size(), item[0]))  # all are aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in ordered:
-        ends = [offset, offset := offset + tensor.nbytes]
-        header[name] = {
-            "dtype": _DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": ends
-        }  # fmt: skip
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _check_finite(tensors: Tensors) -> None:
-    for group, named in tensors.items():
-        for name, tensor in named.items():
-            if tensor.is_floating_point() and tensor.numel():
-                least, most = tensor.aminmax()  # takes no memory; NaN comes through
-                if not (least - least == 0 and most - most == 0):
-                    raise NonFiniteError(f"{name} of the {group} is not finite, so it is not saved.")
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from macbook_optimization.checkpoint_management import Checkpoint
+from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector

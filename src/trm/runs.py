@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from macbook_optimization.checkpoint_management import Checkpoint, CheckpointManager, open_checkpoint, step_of
+from macbook_optimization.checkpoint_files import Checkpoint, open_checkpoint, step_of
+from macbook_optimization.checkpoint_management import CheckpointManager
 from macbook_optimization.durable_files import exclusive_lock, make_directory, replace_file
 from macbook_optimization.errors import CheckpointError, ConfigError, LaptopError, RunError
 from macbook_optimization.training_config_adapter import TrainingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import start, trainer_of, wait_for
 
-from macbook_optimization.checkpoint_management import open_checkpoint
+from macbook_optimization.checkpoint_files import open_checkpoint
 from trm.runs import Run
 
 # A best answer would be a reason of its own to save.

@@ -15,7 +15,8 @@ import torch
 from faults.operations import intercepted
 from tiny import Recorder, plan_of, run_config, sudoku_dataset
 
-from macbook_optimization.checkpoint_management import CheckpointManager, find_damage
+from macbook_optimization.checkpoint_files import find_damage
+from macbook_optimization.checkpoint_management import CheckpointManager
 from macbook_optimization.errors import CheckpointError, RunError
 from trm.runs import Run
 from trm.training.loop import Limits, train

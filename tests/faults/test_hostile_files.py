@@ -13,7 +13,7 @@ import pytest
 from faults.saves import manager_with
 from tiny import FOUR, TINY, TRM, run_config, sudoku_dataset
 
-from macbook_optimization.checkpoint_management import _signed
+from macbook_optimization.checkpoint_files import signed
 
 RAN = "ran"  # what a file touches that gets something executed
 SECONDS = 2.0
@@ -59,7 +59,7 @@ def replace(manager, name, content):
     manifest = json.loads((manager.path(1) / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest.pop("sha256")
-    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
+    (manager.path(1) / "manifest.json").write_text(signed(manifest))
 
 
 PICKLES = {
@@ -216,5 +216,5 @@ def test_a_manifest_that_leads_out_of_its_directory_is_refused(directory, tally,
     manifest = json.loads((manager.path(1) / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": 1, "sha256": "0" * 64}
     manifest.pop("sha256")
-    (manager.path(1) / "manifest.json").write_text(_signed(manifest))
+    (manager.path(1) / "manifest.json").write_text(signed(manifest))
     assert tally("hostile manifests").add("is damaged" in refused(directory, "checkpoint", "verify", "run"))

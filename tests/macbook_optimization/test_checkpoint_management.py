@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from macbook_optimization import checkpoint_management
-from macbook_optimization.checkpoint_management import (
-    CheckpointManager,
-    _signed,
-    find_damage,
-    step_of,
-    surplus_steps,
-)
+from macbook_optimization import checkpoint_files, checkpoint_management
+from macbook_optimization.checkpoint_files import find_damage, signed, step_of
+from macbook_optimization.checkpoint_management import CheckpointManager, surplus_steps
 from macbook_optimization.errors import CheckpointError, NonFiniteError
 
 
@@ -99,7 +94,7 @@ def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch
     """A disk that returns something else than was written."""
     save(manager, 1)
     save(manager, 2)
-    real = checkpoint_management.write_synced
+    real = checkpoint_files.write_synced
 
     def failing(path, parts):
         written = real(path, parts)
@@ -107,7 +102,7 @@ def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch
             os.truncate(path, 100)
         return written
 
-    monkeypatch.setattr(checkpoint_management, "write_synced", failing)
+    monkeypatch.setattr(checkpoint_files, "write_synced", failing)
     with pytest.raises(CheckpointError, match="reads back otherwise") as caught:
         save(manager, 3)
     assert "failing" in caught.value.hint
@@ -117,7 +112,7 @@ def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch
 
 def test_the_library_reads_back_what_is_written(manager):
     """Every type, empty and scalar tensors, and one that does not lie in order."""
-    kinds = [getattr(torch, name.removeprefix("torch.")) for name in checkpoint_management._DTYPES]
+    kinds = [getattr(torch, name.removeprefix("torch.")) for name in checkpoint_files._DTYPES]
     tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "across": torch.rand(3, 5).T}
     saved = manager.save(1, {"weights": tensors}, {})
@@ -232,7 +227,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_left_alone(manager):
     path = save(manager, 1).path
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]
-    (path / "manifest.json").write_text(_signed({**manifest, "schema": 99}))
+    (path / "manifest.json").write_text(signed({**manifest, "schema": 99}))
     with pytest.raises(CheckpointError, match="written in format 99"):
         manager.recover()
     assert path.is_dir()

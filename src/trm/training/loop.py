@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from macbook_optimization.checkpoint_management import Checkpoint, checked_best
+from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.children import Tell
 from macbook_optimization.errors import AllocationFailed, DataError, NonFiniteError
 from macbook_optimization.hardware_detection import HardwareDetector
@@ -32,7 +32,7 @@ from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
 from trm.training.evaluation import Evaluation, evaluate
 from trm.training.interruption import Interrupted, stop_signals
-from trm.training.saving import Saver
+from trm.training.saving import BestSoFar, Saver
 from trm.training.state import TrainingState
 from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch
 
@@ -123,14 +123,12 @@ class Trainer:
         settings = config.checkpoints
         self.checkpoints = run.checkpoints(settings.keep, settings.keep_every_hours)
         self.saver = Saver(settings, self.checkpoints, self.journal, display)
-        self.judged_by = {
-            **config.evaluation.model_dump(include={"depth", "settle", "examples"}),
-            "data": fingerprint(test_split),
-        }
+        judged_by = config.evaluation.model_dump(include={"depth", "settle", "examples"})
+        judged_by["data"] = fingerprint(test_split)
+        self.best = BestSoFar(self.saver, judged_by, config.evaluation.target_accuracy)
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
         self.evaluated = 0  # the last step whose weights were evaluated
-        self.best: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
@@ -144,27 +142,12 @@ class Trainer:
         saved = self.state.restore(checkpoint)
         self.saver.step = checkpoint.step
         self.seconds_before, self.evaluated = saved.seconds, saved.evaluated
-        self.best = self._best_so_far(saved.best)
+        self.best.restore(saved.best)
         changes = self.state.changes_since(saved)
         self.journal.event("resumed", step=checkpoint.step, changes=changes)
         with_changes = f" ({', '.join(changes)})" if changes else ""
         self.display.message(f"Resuming {self.directory.path} after step {checkpoint.step}{with_changes}.")
         self.saver.warn_if_full(self.state.learner.tensors())
-
-    def _best_so_far(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-        """That of the checkpoint or, if later ones were lost, of the file; it must be of this very test, and
-        its weights must still be there."""
-        marked = self.checkpoints.best()
-        found = {
-            best["checkpoint"]: best
-            for best in (marked, checked_best(saved))
-            if best and best.get("judged_by") == self.judged_by
-        }
-        there = [best for name, best in found.items() if self.checkpoints.is_good(name)]
-        best = max(there, key=lambda best: float(best["exact_accuracy"]), default=None)
-        if best is not None and best != marked:  # it was killed before it could mark it
-            self.saver.mark_best(best)
-        return best
 
     def _recover(self) -> Checkpoint | None:
         checkpoint, damaged = self.checkpoints.recover()
@@ -200,8 +183,8 @@ class Trainer:
                 self.display.message(f"{trouble} {self.saver.what_is_safe.capitalize()}.")
         log.write()
         self.journal.event("stopped", reason=reason, step=self.state.step, peak_bytes=peak_bytes())
-        target = self.config.evaluation.target_accuracy
-        return Outcome(self.directory.path, reason, self.state.step, self.seconds, self.best, target)
+        step, best = self.state.step, self.best
+        return Outcome(self.directory.path, reason, step, self.seconds, best.row, best.target)
 
     def _is_kept(self, check: Callable[[], None]) -> bool:
         """At the end. Weights that are no numbers are not what was asked for, so it goes on then."""
@@ -210,8 +193,7 @@ class Trainer:
         except NonFiniteError as trouble:
             self._roll_back(trouble)
             return False
-        if self.best is not None and self.best["step"] == self.state.step:
-            self.saver.mark_best(self.best)  # again, if the disk was full when it was found
+        self.best.mark_at_last(self.state.step)
         return True
 
     def _keep(self, check: Callable[[], None]) -> None:
@@ -242,15 +224,11 @@ class Trainer:
         self.power.cool(check)
 
     def _finished(self, limits: Limits) -> str | None:
-        if self._reached_target(self.best):
+        if self.best.reached_target:
             return "target"
         if self.state.step >= self.config.training.max_steps:
             return "max_steps"
         return "limit" if limits.reached(self.state.step, time.monotonic() - self.started) else None
-
-    def _reached_target(self, best: dict[str, Any] | None) -> bool:
-        target = self.config.evaluation.target_accuracy
-        return target is not None and best is not None and best["exact_accuracy"] >= target
 
     def _evaluation_is_due(self) -> bool:
         """Asked before each step and not after it, so that an evaluation that was interrupted comes again."""
@@ -295,13 +273,13 @@ class Trainer:
         self.checkpoints.abandon_after(state.step)
         self.saver.step = None if checkpoint is None else checkpoint.step
         self.evaluated = min(self.evaluated, state.step)
-        self.best = self._best_so_far(self.best)
+        self.best.restore(self.best.row)
         scale = state.learning_rate_scale
         self.journal.event("rolled back", step=step, to=state.step, learning_rate_scale=scale)
         self.display.message(f"Going back to step {state.step} with {scale:g} of the learning rate.")
 
     def _show(self, log: MetricsLog) -> None:
-        best = f"  exact {self.best['exact_accuracy']:.1%}" if self.best else ""
+        best = f"  exact {self.best.row['exact_accuracy']:.1%}" if self.best.row else ""
         facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
         self.display.update("this step", self.state.order.num_slots, self.state.order.num_slots)
         self.display.update("training", self.state.step, self.config.training.max_steps, facts)
@@ -311,8 +289,7 @@ class Trainer:
         self.evaluated = self.state.step
         row = {"step": self.state.step, "seconds": self.seconds, **asdict(found)}
         self.journal.append("metrics.jsonl", row)
-        if self.best is None or found.exact_accuracy > self.best["exact_accuracy"]:
-            self._keep_best(row)
+        self.best.offer(row, self._save)
         self.display.message(
             f"step {row['step']:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
             f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
@@ -330,24 +307,10 @@ class Trainer:
                 return evaluate(answerer, self.test_split, settings, size, after_chunk)
             self.watch.make_room(self.state.step)
 
-    def _keep_best(self, row: dict[str, Any]) -> None:
-        """A best that could not be saved is none, unless the run ends here and saves at last."""
-        name = self.checkpoints.path(self.state.step).name
-        before, self.best = self.best, {"checkpoint": name, **row, "judged_by": self.judged_by}
-        try:
-            saved = self._save()
-        except NonFiniteError:
-            self.best = before
-            raise
-        if saved:
-            self.saver.mark_best(self.best)
-        elif not self._reached_target(self.best):
-            self.best = before
-
     def _save(self) -> bool:
         state = self.state
         past = state.rolled_back_from is not None and state.step > state.rolled_back_from
         if past and not state.skipped_in_a_row:
             state.rolled_back_from = None  # of what stopped it
-        saved = state.saved(self.seconds, self.evaluated, self.best)
+        saved = state.saved(self.seconds, self.evaluated, self.best.row)
         return self.saver.save(state.step, state.learner.tensors(), saved)

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what becomes of a save that fails: training goes on without it."""
+"""When a checkpoint is due, what becomes of a save that fails, and which one is the best."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from macbook_optimization.checkpoint_management import CheckpointManager, Tensors
+from macbook_optimization.checkpoint_files import Tensors
+from macbook_optimization.checkpoint_management import CheckpointManager, checked_best
 from macbook_optimization.children import parent_is_gone
-from macbook_optimization.errors import CheckpointError
+from macbook_optimization.errors import CheckpointError, NonFiniteError
 from trm.config import CheckpointsConfig
 from trm.training.interruption import Interrupted
 from trm.training.watching import Display, Journal
@@ -115,3 +116,51 @@ class Saver:
                     f"What came after the newest checkpoint is lost: {self.what_is_safe}",
                     hint="Free some disk space; the same command goes on from there.",
                 ) from None
+
+
+class BestSoFar:
+    """The evaluation that answered best, of one very test, and whose weights are safe."""
+
+    def __init__(self, saver: Saver, judged_by: dict[str, Any], target: float | None) -> None:
+        self.saver, self.judged_by, self.target = saver, judged_by, target
+        self.row: dict[str, Any] | None = None
+
+    @property
+    def reached_target(self) -> bool:
+        return self.target is not None and self.row is not None and self.row["exact_accuracy"] >= self.target
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """That of a checkpoint or, if later ones were lost, of the file."""
+        checkpoints = self.saver.checkpoints
+        marked = checkpoints.best()
+        found = {
+            best["checkpoint"]: best
+            for best in (marked, checked_best(saved))
+            if best and best.get("judged_by") == self.judged_by
+        }
+        there = [best for name, best in found.items() if checkpoints.is_good(name)]
+        self.row = max(there, key=lambda best: float(best["exact_accuracy"]), default=None)
+        if self.row is not None and self.row != marked:  # it was killed before it could mark it
+            self.saver.mark_best(self.row)
+
+    def offer(self, evaluation: dict[str, Any], save: Callable[[], bool]) -> None:
+        """One that could not be saved is none, unless the run ends here and saves at last."""
+        before = self.row
+        if before is not None and evaluation["exact_accuracy"] <= before["exact_accuracy"]:
+            return
+        name = self.saver.checkpoints.path(evaluation["step"]).name
+        self.row = {"checkpoint": name, **evaluation, "judged_by": self.judged_by}
+        try:
+            saved = save()
+        except NonFiniteError:
+            self.row = before
+            raise
+        if saved:
+            self.saver.mark_best(self.row)
+        elif not self.reached_target:
+            self.row = before
+
+    def mark_at_last(self, step: int) -> None:
+        """Again, if the disk was full when it was found."""
+        if self.row is not None and self.row["step"] == step:
+            self.saver.mark_best(self.row)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from macbook_optimization.checkpoint_management import Checkpoint
+from macbook_optimization.checkpoint_files import Checkpoint
 from trm.backends.base import Learner, StepBatch, StepResult, StepSettings
 from trm.batches import Order, Slots
 from trm.config import RunConfig

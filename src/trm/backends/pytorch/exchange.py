@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from macbook_optimization.checkpoint_management import find_damage, open_checkpoint
+from macbook_optimization.checkpoint_files import find_damage, open_checkpoint
 from macbook_optimization.errors import CheckpointError
 from trm.backends.pytorch.step import check_shapes, learner, load_weights
 from trm.backends.state_dict_files import StoredTensor, stored_tensors
