@@ -84,6 +84,7 @@ class TrainingParams:
     micro_batch_size: int
     accumulation_steps: int
     threads: int
+    lanes: int = 1  # pieces of a micro-batch that are computed side by side, with their share of the threads
     precision: str = "float32"
     gradient_checkpointing: Checkpointing = "none"  # layers that are computed twice to save memory
     allocator: str = "system"  # or "compact": gives freed memory back at once
@@ -117,9 +118,10 @@ class TrainingParams:
 
     def explain(self) -> list[str]:
         """One line a choice."""
+        in_lanes = f" in {self.lanes} lanes" if self.lanes > 1 else ""
         shown = {
             "micro_batch_size": f"{self.accumulation_steps} x {self.micro_batch_size} examples",
-            "threads": f"{self.threads} thread{'s' if self.threads > 1 else ''}",
+            "threads": f"{self.threads} thread{'s' if self.threads > 1 else ''}{in_lanes}",
             "precision": self.precision,
             "gradient_checkpointing": f"gradient checkpointing: {self.gradient_checkpointing}",
             "allocator": f"allocator: {self.allocator}",

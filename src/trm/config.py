@@ -105,7 +105,7 @@ class TrainingConfig(Section):
     supervision: Literal["deep", "terminal"] = "deep"
     effective_batch_size: Count = 768
     max_steps: Count = 10_000
-    optimizer: Literal["adam_atan2", "adamw"] = "adam_atan2"
+    optimizer: Literal["adam_atan2", "adamw", "muon"] = "adam_atan2"
     learning_rate: Rate = 1e-4
     lr_min_ratio: Fraction = 1.0
     warmup_steps: CountOrZero = 2000
@@ -160,6 +160,7 @@ class PlanSettings(Section):
 
     micro_batch_size: Count | None = None
     threads: Count | None = None
+    lanes: Count | None = None  # pieces of a micro-batch that are computed side by side
     precision: Literal["float32", "bfloat16", "auto"] | None = None  # auto: the fastest; None: the recipe's
     gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_switch_or_layers)] | None = None
     allocator: Literal["system", "compact"] | None = None

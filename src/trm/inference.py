@@ -57,7 +57,9 @@ def load_answerer(model: TrainedModel) -> Answerer:
     backend = load_backend()
     backend.prepare(threads=threads, deterministic=False)
     weights = model.checkpoint.load("ema" if config.training.ema else "weights")
-    return backend.answerer(config.model_in(model.plan.precision), config.training, model.shape, weights)
+    return backend.answerer(
+        config.model_in(model.plan.precision), config.training, model.shape, weights, lanes=threads
+    )
 
 
 def predict(

@@ -83,6 +83,10 @@ class Learner(Protocol):
         and nothing has changed then. It is not asked after the last slot."""
         ...
 
+    def set_lanes(self, count: int) -> None:
+        """From now on, of the threads that the backend was prepared for."""
+        ...
+
     def answerer(self) -> Answerer: ...
 
     def tensors(self) -> dict[str, dict[str, Any]]:
@@ -108,7 +112,10 @@ class Backend(Protocol):
         shape: TaskShape,
         seed: int,
         gradient_checkpointing: Checkpointing = "none",
-    ) -> Learner: ...
+        lanes: int = 1,
+    ) -> Learner:
+        """`lanes` pieces of a step are computed side by side, each with its share of the threads."""
+        ...
 
     def state_bytes(self, model: ModelConfig, training: TrainingConfig, shape: TaskShape) -> int:
         """What a run should keep in memory, worked out without taking it, and without the examples."""
@@ -125,7 +132,12 @@ class Backend(Protocol):
         ...
 
     def answerer(
-        self, model: ModelConfig, training: TrainingConfig, shape: TaskShape, weights: Mapping[str, Any]
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        shape: TaskShape,
+        weights: Mapping[str, Any],
+        lanes: int = 1,
     ) -> Answerer: ...
 
 

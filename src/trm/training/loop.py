@@ -83,7 +83,7 @@ def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Di
     backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
     make_learner = partial(
         backend.learner, config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
-        plan.gradient_checkpointing,
+        plan.gradient_checkpointing, plan.lanes,
     )  # fmt: skip
     state = TrainingState(config, plan, task, splits[0], make_learner)
     trainer = Trainer(config, state, splits[1], run, display)

@@ -23,7 +23,7 @@ from macbook_optimization.memory_management import MIB
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import RunConfig
 from trm.tasks.base import TaskShape
-from trm.training.probe import Size
+from trm.training.probe import Size, Way
 from trm.training.watching import Say
 
 PROBE_SECONDS = 600
@@ -34,7 +34,7 @@ BUSY_PERCENT = 25  # of all cores; speeds that are measured beside such a progra
 class Measured:
     sizes: tuple[Size, ...]  # that the line is drawn through
     by_size: dict[int, float]  # samples per second
-    by_threads: dict[int, float]  # the same; empty if there was only one choice
+    by_way: dict[Way, float]  # the same; empty if there was only one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Question:
     precision: str
     gradient_checkpointing: Checkpointing
     allocator: str
-    threads: tuple[int, ...]
+    ways: tuple[Way, ...]
 
     def key(self) -> str:
         """Of everything that memory and speed depend on."""
@@ -54,7 +54,7 @@ class Question:
             "model": config.model.model_dump(mode="json"),
             "training": config.training.model_dump(mode="json", exclude={"learning_rate", "max_steps"}),
             "shape": [asdict(self.shape), _mapped_mib(config.data.path)],
-            "how": [self.precision, self.gradient_checkpointing, self.allocator, self.threads],
+            "how": [self.precision, self.gradient_checkpointing, self.allocator, self.ways],
             "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, self.hardware.memory.total_memory],
             "versions": [version(name) for name in ("torch", "numpy", "macbook-trm")] + [sys.version],
         }
@@ -98,11 +98,11 @@ def _probe(question: Question, budget_bytes: int, rows: list[dict[str, Any]]) ->
         "config": question.config.model_dump(mode="json"),
         "precision": question.precision,
         "gradient_checkpointing": question.gradient_checkpointing,
-        "threads": question.threads,
+        "ways": question.ways,
         "budget_bytes": budget_bytes,
         "available_bytes": question.hardware.memory.available_memory,
     }
-    variables = environment(max(question.threads), compact=question.allocator == "compact")
+    variables = environment(max(question.ways)[0], compact=question.allocator == "compact")
     answer: dict[str, Any] = run_in_child(
         "trm.training.probe:probe",
         arguments,
@@ -124,7 +124,7 @@ def cache_directory() -> Path:
 def _read(file: Path) -> Measured | None:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-        return _measured(facts["sizes"], {"rates": facts["by_size"], "threads": facts["by_threads"]})
+        return _measured(facts["sizes"], {"rates": facts["by_size"], "ways": facts["by_way"]})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -136,7 +136,7 @@ def _measured(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Me
     return Measured(
         sizes,
         {int(size): rate for size, rate in rates.items()},
-        {int(count): rate for count, rate in found.get("threads", {}).items()},
+        {(threads, lanes): rate for threads, lanes, rate in found.get("ways", ())},
     )
 
 
@@ -144,8 +144,10 @@ def _write(file: Path, measured: Measured) -> None:
     """A cache that cannot be written only means measuring again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        by_way = [(*way, rate) for way, rate in measured.by_way.items()]
+        facts = {"sizes": [asdict(size) for size in measured.sizes], "by_size": measured.by_size}
         partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        partial.write_text(json.dumps({**facts, "by_way": by_way}), encoding="utf-8")
         partial.replace(file)
     except OSError:
         return

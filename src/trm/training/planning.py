@@ -19,7 +19,7 @@ from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
 from trm.training.measuring import Measured, Question, measure
-from trm.training.probe import address_line, memory_line
+from trm.training.probe import Way, address_line, memory_line
 from trm.training.watching import Say
 
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
@@ -81,6 +81,7 @@ class Planner:
             micro_batch_size=settings.micro_batch_size,
             accumulation_steps=math.ceil(slots / settings.micro_batch_size),
             threads=settings.threads,
+            lanes=min(settings.lanes or settings.threads, settings.threads),
             precision=precision,
             gradient_checkpointing=settings.gradient_checkpointing or "none",
             allocator=settings.allocator or "system",
@@ -143,7 +144,7 @@ class Planner:
         batches = plan_batches(
             self.config.training.effective_batch_size, line, budget.resident_bytes, min(most, wanted)
         )
-        threads, why_threads = self._threads(measured)
+        (threads, lanes), why_threads = self._way(measured)
         reasons = {
             "micro_batch_size": why,
             "threads": why_threads,
@@ -158,26 +159,40 @@ class Planner:
             micro_batch_size=batches.micro_batch_size,
             accumulation_steps=batches.accumulation_steps,
             threads=threads,
+            lanes=lanes,
             precision=precision,
             gradient_checkpointing=checkpointing,
             allocator=allocator,
             budget_bytes=budget.resident_bytes,
             predicted_peak_bytes=line.peak_bytes(batches.micro_batch_size),
             memory=line,
-            samples_per_second=_rate(measured, batches.micro_batch_size, threads),
+            samples_per_second=_rate(measured, batches.micro_batch_size, (threads, lanes)),
             reasons=reasons,
         )
 
-    def _threads(self, measured: Measured) -> tuple[int, str]:
-        if self.config.plan.threads is not None:
-            return self.config.plan.threads, "set by hand"
-        if not measured.by_threads:
-            return self.thread_choices()[-1], "all cores that compute at full speed"
+    def _way(self, measured: Measured) -> tuple[Way, str]:
+        if not measured.by_way:
+            by_hand = self.config.plan.threads or self.config.plan.lanes
+            return max(self.ways()), "set by hand" if by_hand else "all cores that compute at full speed"
         # Fewer threads leave more to the user, unless more are clearly faster.
-        best = max(measured.by_threads.values())
-        chosen = min(t for t, rate in measured.by_threads.items() if rate >= NEARLY_AS_FAST * best)
-        rates = ", ".join(f"{rate:.3g} samples/s with {t}" for t, rate in sorted(measured.by_threads.items()))
+        best = max(measured.by_way.values())
+        fewest = min(
+            threads for (threads, _), rate in measured.by_way.items() if rate >= NEARLY_AS_FAST * best
+        )
+        chosen = max(
+            (way for way in measured.by_way if way[0] == fewest), key=lambda way: measured.by_way[way]
+        )
+        rates = ", ".join(
+            f"{rate:.3g} samples/s with {threads}{f' in {lanes} lanes' if lanes > 1 else ''}"
+            for (threads, lanes), rate in sorted(measured.by_way.items())
+        )
         return chosen, f"measured {rates}"
+
+    def ways(self) -> list[Way]:
+        """Every number of threads, as one team and with a lane each."""
+        lanes = self.config.plan.lanes
+        found = {(threads, lanes or each) for threads in self.thread_choices() for each in (1, threads)}
+        return sorted({(threads, min(each, threads)) for threads, each in found})
 
     def thread_choices(self) -> list[int]:
         most = self.hardware.cpu.compute_threads
@@ -205,10 +220,8 @@ class Planner:
         return chosen, f"a step in bfloat16 was {ratio:.2f} times as fast; {BFLOAT16_GAIN} is asked for"
 
     def measure(self, precision: str, checkpointing: Checkpointing, allocator: str) -> Measured | None:
-        threads = tuple(self.thread_choices())
-        question = Question(
-            self.config, self.shape, self.hardware, precision, checkpointing, allocator, threads
-        )
+        ways = tuple(self.ways())
+        question = Question(self.config, self.shape, self.hardware, precision, checkpointing, allocator, ways)
         # A limit hides the sizes beyond it.
         keep = self.budget.address_space_bytes is None
         key = question.key()
@@ -228,6 +241,6 @@ def _fast_enough(rates: Mapping[int, float], num_slots: int) -> tuple[int, str]:
     return min(max(chosen, LARGE_ENOUGH), num_slots), f"faster with every size up to {chosen}, as measured"
 
 
-def _rate(measured: Measured, micro_batch_size: int, threads: int) -> float:
+def _rate(measured: Measured, micro_batch_size: int, way: Way) -> float:
     nearest = min(measured.by_size, key=lambda size: abs(size - micro_batch_size))
-    return measured.by_threads.get(threads, measured.by_size[nearest])
+    return measured.by_way.get(way, measured.by_size[nearest])

@@ -42,6 +42,7 @@ from trm.training.state import TrainingState
 FIRST_SIZE = 4
 SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
 SPREAD = 32  # and so does this
+Way = tuple[int, int]  # threads, and lanes that share them
 ROUNDS_FOR_THREADS, SECONDS_FOR_THREADS = 3, 0.4
 TRAINERS_OWN_BYTES = 10 * MIB  # display, log and checkpoints, by bench/memory_prediction.py
 
@@ -60,18 +61,18 @@ def probe(
     config: Mapping[str, Any],
     precision: str,
     gradient_checkpointing: Checkpointing,
-    threads: Sequence[int],
+    ways: Sequence[Sequence[int]],
     budget_bytes: int,
     available_bytes: int,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Tells the sizes that a line is drawn through, and returns samples per second by size and threads.
+    """Tells the sizes that a line is drawn through, and returns samples per second by size and by way.
 
     Memory is measured at three sizes only, before anything else: a process that has seen many sizes has a
     heap full of holes, and its peak says little about one that keeps to a single size.
     """
     recipe = RunConfig.model_validate(config)
-    stepper = _Stepper(recipe, precision, gradient_checkpointing, max(threads))
+    stepper = _Stepper(recipe, precision, gradient_checkpointing, max((t, n) for t, n in ways))
     MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
     _limit_address_space(available_bytes)
     stepper.begin()
@@ -91,10 +92,10 @@ def probe(
     rates = {size.micro_batch_size: size.samples_per_second for size in sizes}
     with suppress(AllocationFailed):
         rates |= stepper.measure_between(sizes)
-    by_threads: dict[int, float] = {}
+    by_way: dict[Way, float] = {}
     with suppress(AllocationFailed):
-        by_threads = stepper.measure_threads(max(rates, key=lambda n: rates[n]), threads)
-    return {"rates": rates, "threads": by_threads}
+        by_way = stepper.measure_ways(max(rates, key=lambda n: rates[n]), [(t, n) for t, n in ways])
+    return {"rates": rates, "ways": [(*way, rate) for way, rate in by_way.items()]}
 
 
 def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int) -> int:
@@ -132,10 +133,11 @@ class _Stepper:
 
     PASSES = 3  # how often `measure` computes its examples
 
-    def __init__(self, config: RunConfig, precision: str, checkpointing: Checkpointing, threads: int) -> None:
+    def __init__(self, config: RunConfig, precision: str, checkpointing: Checkpointing, way: Way) -> None:
         self.config, self.precision, self.checkpointing = config, precision, checkpointing
         self.backend = load_backend()
-        self.backend.prepare(threads=threads, deterministic=config.training.deterministic)
+        self.threads, self.lanes = way
+        self.backend.prepare(threads=self.threads, deterministic=config.training.deterministic)
         self.splits = tuple(open_split(config.data.path, name) for name in ("train", "test"))
         self.step = 0
 
@@ -143,7 +145,7 @@ class _Stepper:
         config, train = self.config, self.splits[0]
         make_learner = partial(
             self.backend.learner, config.model_in(self.precision), config.training, train.shape, config.seed,
-            self.checkpointing,
+            self.checkpointing, self.lanes,
         )  # fmt: skip
         state = TrainingState(config, DEFAULT_PLAN, load_task(config.task), train, make_learner)
         self.learner = state.learner
@@ -185,13 +187,14 @@ class _Stepper:
             size *= 2
         return rates
 
-    def measure_threads(self, size: int, threads: Sequence[int]) -> dict[int, float]:
+    def measure_ways(self, size: int, ways: Sequence[Way]) -> dict[Way, float]:
         """The best of several, interleaved: noise only ever makes a step slower."""
-        best: dict[int, float] = {}
-        for _ in range(ROUNDS_FOR_THREADS if len(threads) > 1 else 0):
-            for count in threads:
-                self.backend.prepare(threads=count, deterministic=self.config.training.deterministic)
-                best[count] = max(best.get(count, 0.0), self._best_rate(size))
+        best: dict[Way, float] = {}
+        for _ in range(ROUNDS_FOR_THREADS if len(ways) > 1 else 0):
+            for threads, lanes in ways:
+                self.backend.prepare(threads=threads, deterministic=self.config.training.deterministic)
+                self.learner.set_lanes(lanes)
+                best[threads, lanes] = max(best.get((threads, lanes), 0.0), self._best_rate(size))
         return best
 
     def _best_rate(self, size: int) -> float:

@@ -21,7 +21,7 @@ from trm.tasks.base import Split, Task, fingerprint
 from trm.training.schedule import cycles_of_step, learning_rate_factor
 
 LIBRARIES = ("torch", "numpy", "safetensors")
-PLAN_FACTS = ("micro_batch_size", "threads", "precision", "gradient_checkpointing", "allocator")
+PLAN_FACTS = ("micro_batch_size", "threads", "lanes", "precision", "gradient_checkpointing", "allocator")
 
 
 class TrainingState:

@@ -157,7 +157,7 @@ def test_a_rate_counts_steps_only(tmp_path, dataset):
     assert rows[-1]["step"] == 20
     spent = rows[-1]["seconds"] - sum(row["evaluation_seconds"] for row in evaluations)
     steps = [later["step"] - earlier["step"] for earlier, later in pairwise([{"step": 0}, *rows])]
-    assert sum(6 * n / row["samples_per_second"] for n, row in zip(steps, rows, strict=True)) <= spent
+    assert sum(6 * n / row["samples_per_second"] for n, row in zip(steps, rows, strict=True)) <= 1.02 * spent
 
 
 def test_a_run_stops_when_its_time_is_up(tmp_path, dataset):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trm.backends.pytorch.model import TinyRecursiveModel, widened
+from trm.backends.pytorch.fused import widened
+from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.config import TrainingConfig
 from trm.tasks.base import IGNORE_LABEL
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads, widened
 from trm.config import ModelConfig
 from trm.tasks.base import TaskShape
 
@@ -35,16 +36,6 @@ def truncated_normal(*shape: int, std: float, generator: torch.Generator | None)
     uniform = torch.rand(*shape, generator=generator) * (2 * bound) - bound
     normal = torch.erfinv(uniform) * math.sqrt(2)
     return normal.clamp(-2, 2) * (std / _TRUNCATED_STD)
-
-
-def widened(x: Tensor) -> Tensor:
-    """At least float32, for sums and logarithms; float64 stays, so that tests can do without rounding."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def rms_norm(x: Tensor, dim: int, eps: float) -> Tensor:
-    wide = widened(x)
-    return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,29 +68,17 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Projection(width, 2 * inner, generator)
         self.down_proj = Projection(inner, width, generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_up_proj.weight).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.down_proj.weight)
-
-    def along_positions(self, x_LBD: Tensor) -> Tensor:
-        """The same network over the first dimension."""
-        x = x_LBD.reshape(x_LBD.shape[0], -1)
-        gate, up = torch.mm(self.gate_up_proj.weight.to(x.dtype), x).chunk(2, dim=0)
-        return torch.mm(self.down_proj.weight.to(x.dtype), F.silu(gate) * up).view_as(x_LBD)
+    def forward(self, x_LBD: Tensor, *, along_positions: bool = False) -> Tensor:
+        L, _, D = x_LBD.shape
+        x = x_LBD.reshape(L, -1) if along_positions else x_LBD.reshape(-1, D)
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        return gated(x, *weights, dim=0 if along_positions else 1).view_as(x_LBD)
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
     frequencies = 1 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (..., L, head size)."""
-    wide = widened(x)
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -112,9 +91,7 @@ class Attention(nn.Module):
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         L, B, D = x_LBD.shape
         qkv = linear(x_LBD, self.qkv_proj.weight).view(L, B, 3, self.num_heads, D // self.num_heads)
-        query, key, value = qkv.permute(2, 1, 3, 0, 4).unbind(0)  # each (B, H, L, head size)
-        if angles is not None:
-            query, key = rotate(query, *angles), rotate(key, *angles)
+        query, key, value = split_heads(qkv, angles)  # each (B, H, L, head size)
         mixed = F.scaled_dot_product_attention(query, key, value)
         return linear(mixed.permute(2, 0, 1, 3).reshape(L, B, D), self.o_proj.weight)
 
@@ -133,10 +110,10 @@ class Layer(nn.Module):
 
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         if hasattr(self, "mlp_t"):
-            x_LBD = rms_norm(x_LBD + self.mlp_t.along_positions(x_LBD), 0, self.eps)
+            x_LBD = add_and_normalize(x_LBD, self.mlp_t(x_LBD, along_positions=True), 0, self.eps)
         else:
-            x_LBD = rms_norm(x_LBD + self.self_attn(x_LBD, angles), -1, self.eps)
-        return rms_norm(x_LBD + self.mlp(x_LBD), -1, self.eps)
+            x_LBD = add_and_normalize(x_LBD, self.self_attn(x_LBD, angles), -1, self.eps)
+        return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
 
 
 class Level(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from macbook_optimization.errors import (
 )
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
+from trm.backends.pytorch.lanes import Lanes
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.optim import Adam, average_into, sign_descent
@@ -74,8 +76,10 @@ class TorchLearner:
         shape: TaskShape,
         seed: int,
         gradient_checkpointing: Checkpointing = "none",
+        lanes: int = 1,
     ) -> None:
         self.training = training
+        self.lanes = Lanes(lanes)
         self.model = TinyRecursiveModel(model, shape, seed)
         self.model.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
         self.parameters = dict(self.model.named_parameters())
@@ -89,17 +93,27 @@ class TorchLearner:
             self.latents = self.model.start(training.effective_batch_size).contiguous()
             self.spare = self.latents.clone()
 
+    def set_lanes(self, count: int) -> None:
+        self.lanes = Lanes(count)
+
     def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
         num_slots = len(batch.inputs)
         pieces: list[SlotLosses] = []
         self.model.zero_grad(set_to_none=True)
+
+        def add(piece: tuple[list[Tensor | None], SlotLosses]) -> None:
+            gradients, losses = piece
+            pieces.append(losses)
+            for tensor, gradient in zip(tensors.learned, gradients, strict=True):
+                if tensor.grad is None:
+                    tensor.grad = gradient
+                elif gradient is not None:
+                    tensor.grad.add_(gradient)
+
         with allocations(torn=False):
             tensors = _Cuttable(self.model, batch, self.latents, self.spare)
-            done = 0
-            while done < num_slots:
-                cut = slice(done, min(done + next_cut(done), num_slots))
-                pieces.append(self._add_gradients(tensors, cut, settings.cycles, num_slots))
-                done = cut.stop
+            compute = partial(self._gradients, tensors, settings.cycles, num_slots)
+            self.lanes.each(num_slots, next_cut, compute, add)
         loss = float(sum(piece.total for piece in pieces)) / num_slots
         with allocations(torn=True):
             grad_norm = self._update(loss, tensors, settings)
@@ -115,13 +129,15 @@ class TorchLearner:
             halt_margins=halt_margins.float().numpy(),
         )
 
-    def _add_gradients(self, tensors: _Cuttable, cut: slice, cycles: int, num_slots: int) -> SlotLosses:
+    def _gradients(
+        self, tensors: _Cuttable, cycles: int, num_slots: int, cut: slice
+    ) -> tuple[list[Tensor | None], SlotLosses]:
         inputs, labels, puzzle_rows, latents = tensors.cut(cut)
         new_latents = self.model(inputs, puzzle_rows, latents, cycles)
         losses = slot_losses(self.model, new_latents[0], labels, self.training)
-        (losses.total / num_slots).backward()  # type: ignore[no-untyped-call]
+        gradients = torch.autograd.grad(losses.total / num_slots, tensors.learned, allow_unused=True)
         tensors.keep(cut, new_latents)
-        return losses._replace(total=losses.total.detach())
+        return list(gradients), losses._replace(total=losses.total.detach())
 
     def _update(self, loss: float, tensors: _Cuttable, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
@@ -148,6 +164,7 @@ class TorchLearner:
         return TorchAnswerer(
             self.averaged if self.training.ema else self.model,
             _cycles_at_test_time(self.training, self.model.config),
+            self.lanes,
         )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -181,6 +198,7 @@ class _Cuttable:
             identifiers = torch.from_numpy(batch.puzzle_identifiers)
             self.row_ids, self.row_of_slot = torch.unique(identifiers, return_inverse=True)
             self.rows = model.puzzle_emb.weights[self.row_ids].requires_grad_()
+        self.learned = [*model.parameters(), *([] if self.rows is None else [self.rows])]
 
     def cut(self, cut: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         latents = self.model.start(cut.stop - cut.start)
@@ -195,10 +213,9 @@ class _Cuttable:
 
 
 class TorchAnswerer:
-    def __init__(self, model: TinyRecursiveModel, cycles: int) -> None:
-        self.model, self.cycles = model, cycles
+    def __init__(self, model: TinyRecursiveModel, cycles: int, lanes: Lanes) -> None:
+        self.model, self.cycles, self.lanes = model, cycles, lanes
 
-    @torch.no_grad()
     def answer(
         self,
         inputs: NDArray[np.int64],
@@ -208,9 +225,23 @@ class TorchAnswerer:
         settle: int | None = None,
     ) -> Answers:
         """Puzzles whose answer has stood for `settle` steps leave the batch and keep it."""
+        pieces: list[Answers] = []
         with allocations(torn=False):
-            return self._answer(inputs, puzzle_identifiers, depth, settle)
+            if len(inputs) < self.lanes.count:  # then all cores work on the same products
+                return self._answer(inputs, puzzle_identifiers, depth, settle)
+            self.lanes.each(
+                len(inputs),
+                lambda done: len(inputs),
+                lambda cut: self._answer(inputs[cut], puzzle_identifiers[cut], depth, settle),
+                pieces.append,
+            )
+        return Answers(
+            np.concatenate([piece.tokens for piece in pieces], axis=1),
+            np.concatenate([piece.halt_logits for piece in pieces], axis=1),
+            np.concatenate([piece.steps for piece in pieces]),
+        )
 
+    @torch.no_grad()
     def _answer(
         self,
         inputs: NDArray[np.int64],
@@ -277,10 +308,11 @@ def learner(
     shape: TaskShape,
     seed: int,
     gradient_checkpointing: Checkpointing = "none",
+    lanes: int = 1,
 ) -> TorchLearner:
     try:
         with allocations(torn=False):
-            return TorchLearner(model, training, shape, seed, gradient_checkpointing)
+            return TorchLearner(model, training, shape, seed, gradient_checkpointing, lanes)
     except AllocationFailed as error:
         raise MemoryBudgetError(
             "The model and its slots do not fit into memory.",
@@ -289,8 +321,13 @@ def learner(
 
 
 def answerer(
-    model: ModelConfig, training: TrainingConfig, shape: TaskShape, weights: Mapping[str, Tensor]
+    model: ModelConfig,
+    training: TrainingConfig,
+    shape: TaskShape,
+    weights: Mapping[str, Tensor],
+    lanes: int = 1,
 ) -> TorchAnswerer:
     network = TinyRecursiveModel(model, shape)
     load_weights(network, weights)
-    return TorchAnswerer(network.requires_grad_(False), _cycles_at_test_time(training, model))
+    cycles = _cycles_at_test_time(training, model)
+    return TorchAnswerer(network.requires_grad_(False), cycles, Lanes(lanes))
