@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import torch
-from training_step import random_batch, seconds_of_step
+from training_step import seconds_of_step
 
 from macbook_optimization.cpu_optimization import settings_before_torch
 from macbook_optimization.hardware_detection import HardwareDetector
@@ -19,6 +19,7 @@ from macbook_optimization.memory_management import MIB, peak_bytes
 from trm.backends.base import load_backend
 from trm.config import load_config
 from trm.tasks import load_task
+from trm.training.benchmark import random_batch
 
 ROUNDS = 5
 NAMES = [setting.name for setting in settings_before_torch(1, compact=True)]

@@ -8,13 +8,12 @@ import statistics
 import sys
 import time
 
-import numpy as np
 import psutil
 
 from trm.backends.base import Learner, StepBatch, StepSettings, load_backend
 from trm.config import load_config
 from trm.tasks import load_task
-from trm.tasks.base import TaskShape
+from trm.training.benchmark import random_batch
 
 
 def seconds_of_step(learner: Learner, batch: StepBatch, cycles: int, micro_batch_size: int) -> float:
@@ -22,12 +21,6 @@ def seconds_of_step(learner: Learner, batch: StepBatch, cycles: int, micro_batch
     started = time.perf_counter()
     learner.step(batch, settings, lambda done: micro_batch_size)
     return time.perf_counter() - started
-
-
-def random_batch(slots: int, shape: TaskShape) -> StepBatch:
-    tokens = np.random.default_rng(0).integers(1, shape.vocab_size, (2, slots, shape.seq_len))
-    zeros = np.zeros(slots, dtype=np.int64)
-    return StepBatch(tokens[0], tokens[1], zeros, fresh=np.ones(slots, dtype=bool))
 
 
 def main(recipe: str, overrides: list[str]) -> None:

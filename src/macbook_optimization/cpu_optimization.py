@@ -182,11 +182,13 @@ def survey(precision: str, threads: list[int], tell: Tell) -> dict[str, Any]:
     return {"products": products, "bandwidth": time_copies(), "platform": asdict(platform)}
 
 
-def time_products(precision: str, threads: list[int]) -> dict[int, float]:
-    """Medians of products the size of one micro-batch of the paper's model."""
+def time_products(
+    precision: str, threads: list[int], shape: tuple[int, int, int] = (1024, 512, 1024)
+) -> dict[int, float]:
+    """Operations per second by threads, medians; the shape is about one micro-batch of the paper's model."""
     import torch
 
-    rows, inner, columns = 1024, 512, 1024
+    rows, inner, columns = shape
     left = torch.randn(rows, inner).to(getattr(torch, precision))
     right = torch.randn(inner, columns).to(getattr(torch, precision))
     rates = {}

@@ -35,6 +35,10 @@ class MemoryBudgetError(LaptopError):
     """Something that does not fit into this machine's memory."""
 
 
+class CompilationError(LaptopError):
+    """The compiler failed; everything works without it, only slower."""
+
+
 class NonFiniteError(LaptopError):
     """A loss, a gradient or a weight is not a number; raised before anything is updated or saved."""
 

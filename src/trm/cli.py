@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 
 DIRECTORY = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+
+
+def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
+    """How long and how often a model thinks about a puzzle."""
+    options = (
+        click.option("--halt", is_flag=True, default=None, help="Stop when the halting head believes in it."),
+        click.option(
+            "--tries", type=click.IntRange(1, 1000), help="Think so often; the halting head chooses."
+        ),
+        click.option(
+            "--noise", type=click.FloatRange(0, 100), help="In the first thoughts of all tries but one."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _asked(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in thinking.items() if value is not None}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -43,6 +63,43 @@ def doctor(as_json: bool) -> None:
     with ProgressDisplay() as display:
         found = examine(display)
     _print(found.to_json(), as_json, page(found))
+
+
+@cli.command()
+@click.option(
+    "--profile", "names", type=click.Choice(["8gb", "16gb", "32gb", "here"]), multiple=True,
+    default=["here"], show_default=True,
+    help="Model and micro-batch for a machine of this size, or of this one's; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Processes a profile."
+)
+@click.option("--out", type=DIRECTORY, metavar="FILE", help="Save everything that was measured, as JSON.")
+@click.option("--compare", type=DIRECTORY, metavar="FILE", help="Faster or slower than when FILE was saved?")
+@json_option
+def bench(
+    names: tuple[str, ...], repeats: int, out: Path | None, compare: Path | None, as_json: bool
+) -> None:
+    """How fast this machine trains a model of its size, and what that takes.
+
+    Real steps on random tokens, each repeat in a new process. Close other programs first.
+    """
+    from macbook_optimization.hardware_detection import HardwareDetector
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+    from trm.training import benchmark_report as reports
+    from trm.training.benchmark import chosen_profiles, measure
+
+    hardware = HardwareDetector().detect(with_torch=False)
+    profiles = chosen_profiles(names, hardware.memory.total_memory)
+    if out is not None:
+        reports.check_place(out)
+    baseline = None if compare is None else reports.read_baseline(compare, [p.name for p in profiles])
+    with ProgressDisplay() as display:
+        report = measure(profiles, repeats, hardware, display)
+    compared = reports.compare(report, baseline, compare) if baseline and compare else None
+    _print(reports.facts(report, compared), as_json, reports.page(report, compared))
+    if out is not None:  # last: what was measured has been shown, whatever becomes of the file
+        reports.write_report(report, out)
 
 
 @cli.group()
@@ -176,13 +233,16 @@ def _outcome_text(outcome: Outcome) -> str:
 @click.option(
     "--settle", type=click.IntRange(min=1), help="Stop a puzzle once its answer stood so many steps."
 )
+@thinking_options
 @json_option
-def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool) -> None:
+def evaluate(
+    run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool, **thinking: Any
+) -> None:
     """How many unseen puzzles the best checkpoint of RUN solves."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.inference import load_answerer, open_model, open_test_set
+    from trm.training.evaluation import EVALUATION_CUT
     from trm.training.evaluation import evaluate as evaluate_split
-    from trm.training.loop import EVALUATION_CUT
 
     model = open_model(run)
     path = dataset or model.config.data.path
@@ -191,6 +251,7 @@ def evaluate(run: Path, dataset: Path | None, depth: int | None, settle: int | N
     if depth or settle:  # an explicit depth is gone through to its end
         changes = {"depth": depth or settings.depth, "settle": settle}
         settings = settings.model_copy(update=changes)
+    settings = settings.model_copy(update=_asked(thinking))
     with ProgressDisplay() as display:
         result = evaluate_split(
             load_answerer(model),
@@ -227,6 +288,7 @@ def _milestones(values: list[float]) -> list[tuple[int, float]]:
 @click.option(
     "--depth", type=click.IntRange(min=1), help="Exactly so many steps [default: until it settles]."
 )
+@thinking_options
 @json_option
 def predict(
     run: Path,
@@ -236,6 +298,7 @@ def predict(
     steps: bool,
     depth: int | None,
     as_json: bool,
+    **thinking: Any,
 ) -> None:
     """Solve PUZZLE with the best checkpoint of RUN; - reads one puzzle a line from standard input.
 
@@ -259,7 +322,7 @@ def predict(
     width = shutil.get_terminal_size().columns
     answerer = load_answerer(model)
     for question, identifier in questions:
-        prediction = predict_one(model, answerer, question, identifier, depth)
+        prediction = predict_one(model, answerer, question, identifier, depth, _asked(thinking))
         text = describe(model.task, prediction, steps=steps, color=color, width=width)
         _print(_prediction_facts(model, prediction), as_json, text)
 

@@ -8,6 +8,7 @@ sections say how a recipe is carried out and watched; they may change between tw
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -78,6 +79,10 @@ class ModelConfig(Section):
     def cycles_per_step(self) -> int:
         return 1 if self.variant == "transformer" else self.H_cycles
 
+    def inner_width(self, width: int) -> int:
+        """Of the gated network over `width` channels or positions."""
+        return math.ceil(round(self.expansion * width * 2 / 3) / self.width_multiple) * self.width_multiple
+
     @property
     def num_layers(self) -> int:
         return self.H_layers if self.variant == "transformer" else self.L_layers
@@ -134,6 +139,9 @@ class EvaluationConfig(Section):
     every_steps: Count = 1000
     depth: Count = 16  # supervision steps at test time (single recursions under terminal supervision)
     settle: Count | None = None  # stop a puzzle whose answer has not changed for this many steps
+    halt: bool = False  # stop a puzzle whose answer the halting head believes in
+    tries: Count = 1  # times each puzzle is thought about; the halting head chooses
+    noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts of all tries but one
     examples: Count | None = None  # only the first so many test examples
     target_accuracy: Fraction | None = None  # training is done when exact accuracy reaches this
 
@@ -164,6 +172,7 @@ class PlanSettings(Section):
     precision: Literal["float32", "bfloat16", "auto"] | None = None  # auto: the fastest; None: the recipe's
     gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_switch_or_layers)] | None = None
     allocator: Literal["system", "compact"] | None = None
+    compile: bool | None = None  # None: tried beside a long run, and used if it is faster
     memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
     memory_fraction: Annotated[Positive, Field(le=1)] = 0.8  # of what is available, without a limit
     dynamic_batch_sizing: bool = True

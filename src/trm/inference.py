@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,13 +69,16 @@ def predict(
     question: IntArray,
     identifier: int = 0,
     depth: int | None = None,
+    thinking: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """Until the answer has stood still for a few steps, or for exactly `depth` steps."""
+    """Until the answer has stood still for a few steps, or for exactly `depth` steps; `thinking` may ask for
+    `halt`, `tries` and `noise`."""
     answers = answerer.answer(
         question[None],
         np.array([identifier]),
         depth=depth or 4 * model.config.evaluation.depth,
         settle=None if depth else model.config.evaluation.settle or 2,
+        **(thinking or {}),
     )
     steps = int(answers.steps[0])
     tokens = answers.tokens[:steps, 0].astype(np.int64)

@@ -63,6 +63,15 @@ class Answers:
     halt_logits: NDArray[np.float32]  # (depth, B)
     steps: NDArray[np.int64]  # (B,) steps really computed
 
+    def or_rather(self, other: Answers) -> Answers:
+        """For each puzzle the one that the halting head believes in more."""
+        rather = other.halt_logits[-1] > self.halt_logits[-1]
+        return Answers(
+            np.where(rather[:, None], other.tokens, self.tokens),
+            np.where(rather, other.halt_logits, self.halt_logits),
+            np.where(rather, other.steps, self.steps),
+        )
+
 
 class Answerer(Protocol):
     def answer(
@@ -72,7 +81,14 @@ class Answerer(Protocol):
         *,
         depth: int,
         settle: int | None = None,
-    ) -> Answers: ...
+        halt: bool = False,
+        tries: int = 1,
+        noise: float = 0.0,
+    ) -> Answers:
+        """A puzzle leaves the batch, and keeps its answer, when that has stood for `settle` steps or, with
+        `halt`, when the halting head believes in it. Of several `tries`, which begin with latents that are
+        `noise` apart, the one counts that the halting head believes in most."""
+        ...
 
 
 class Learner(Protocol):
@@ -85,6 +101,11 @@ class Learner(Protocol):
 
     def set_lanes(self, count: int) -> None:
         """From now on, of the threads that the backend was prepared for."""
+        ...
+
+    def compile(self, micro_batch_size: int | None) -> None:
+        """Compiles for cuts of this size, which takes seconds to a minute; None goes back to what it was.
+        Raises CompilationError, and nothing has changed then."""
         ...
 
     def answerer(self) -> Answerer: ...

@@ -12,6 +12,8 @@ from trm.backends.base import Answerer
 from trm.config import EvaluationConfig
 from trm.tasks.base import IGNORE_LABEL, Split
 
+EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -40,8 +42,9 @@ def evaluate(
         examples = np.arange(start, min(start + batch_size, total))
         inputs, labels = split.rows(examples)
         answers = answerer.answer(
-            inputs, split.identifiers(examples), depth=settings.depth, settle=settings.settle
-        )
+            inputs, split.identifiers(examples), depth=settings.depth, settle=settings.settle,
+            halt=settings.halt, tries=settings.tries, noise=settings.noise,
+        )  # fmt: skip
         labelled = labels != IGNORE_LABEL
         right = (answers.tokens == labels) & labelled
         exact = right.sum(-1) == labelled.sum(-1)

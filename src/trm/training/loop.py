@@ -30,14 +30,14 @@ from trm.config import RunConfig
 from trm.runs import Plan, Run, begin, open_run
 from trm.tasks import load_task
 from trm.tasks.base import Split, Task, fingerprint, open_split
-from trm.training.evaluation import Evaluation, evaluate
+from trm.training.compiling import Compiling
+from trm.training.evaluation import EVALUATION_CUT, Evaluation, evaluate
 from trm.training.interruption import Interrupted, stop_signals
 from trm.training.saving import BestSoFar, Saver
 from trm.training.state import TrainingState
 from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch
 
 SKIPS_IN_A_ROW = 3
-EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
 NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
 
 
@@ -120,10 +120,11 @@ class Trainer:
         self.directory, self.journal = run, Journal(run, display)
         self.watch = MemoryWatch(config, state.plan, self.journal, display)
         self.power = PowerWatch(config.plan, PowerMonitor())
+        self.compiling = Compiling(config, state.plan, state.split.shape, self.journal, display)
         settings = config.checkpoints
         self.checkpoints = run.checkpoints(settings.keep, settings.keep_every_hours)
         self.saver = Saver(settings, self.checkpoints, self.journal, display)
-        judged_by = config.evaluation.model_dump(include={"depth", "settle", "examples"})
+        judged_by = config.evaluation.model_dump(exclude={"every_steps", "target_accuracy"})
         judged_by["data"] = fingerprint(test_split)
         self.best = BestSoFar(self.saver, judged_by, config.evaluation.target_accuracy)
         self.seconds_before = 0.0  # spent training in earlier starts
@@ -175,6 +176,7 @@ class Trainer:
                 log.add(self.state.step, result, rate, took, self.seconds, size)
                 self._show(log)
                 self.watch.collect_garbage(self.state.step)
+                self.compiling.go_on(self.state.learner, self.state.step, limits.max_seconds)
         except Interrupted:
             reason = "interrupted"
             try:

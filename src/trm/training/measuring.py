@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -89,7 +90,8 @@ def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Meas
     measured = _measured(rows, found)
     whole = found and (len(rows) > 2 or rows[-1]["micro_batch_size"] == num_slots)
     if whole and keep and not busy:  # not what a tight budget or a death left unfinished
-        _write(file, measured)
+        by_way = [(*way, rate) for way, rate in measured.by_way.items()]
+        keep_measurement(file, {"sizes": rows, "by_size": measured.by_size, "by_way": by_way})
     return measured
 
 
@@ -140,14 +142,10 @@ def _measured(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Me
     )
 
 
-def _write(file: Path, measured: Measured) -> None:
-    """A cache that cannot be written only means measuring again."""
-    try:
+def keep_measurement(file: Path, facts: Mapping[str, Any]) -> None:
+    """One that cannot be written only means measuring again."""
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        by_way = [(*way, rate) for way, rate in measured.by_way.items()]
-        facts = {"sizes": [asdict(size) for size in measured.sizes], "by_size": measured.by_size}
         partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({**facts, "by_way": by_way}), encoding="utf-8")
+        partial.write_text(json.dumps(facts), encoding="utf-8")
         partial.replace(file)
-    except OSError:
-        return

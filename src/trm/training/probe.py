@@ -36,7 +36,7 @@ from trm.config import RunConfig
 from trm.runs import DEFAULT_PLAN
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
-from trm.training.loop import EVALUATION_CUT
+from trm.training.evaluation import EVALUATION_CUT
 from trm.training.state import TrainingState
 
 FIRST_SIZE = 4
@@ -72,7 +72,7 @@ def probe(
     heap full of holes, and its peak says little about one that keeps to a single size.
     """
     recipe = RunConfig.model_validate(config)
-    stepper = _Stepper(recipe, precision, gradient_checkpointing, max((t, n) for t, n in ways))
+    stepper = Stepper(recipe, precision, gradient_checkpointing, max((t, n) for t, n in ways))
     MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
     _limit_address_space(available_bytes)
     stepper.begin()
@@ -103,7 +103,7 @@ def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int
     size = first.micro_batch_size
     per_example = max(1, first.peak_bytes - empty_bytes) / size
     fits = int((budget_bytes - empty_bytes) / per_example)
-    by_time = int(first.samples_per_second * SECONDS_FOR_SECOND_SIZE / _Stepper.PASSES)
+    by_time = int(first.samples_per_second * SECONDS_FOR_SECOND_SIZE / Stepper.PASSES)
     return min(num_slots, fits, max(2 * size, min(by_time, SPREAD * size)))
 
 
@@ -128,7 +128,7 @@ def _limit_address_space(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
-class _Stepper:
+class Stepper:
     """A trainer of the recipe, of whose steps only the first few slots are computed."""
 
     PASSES = 3  # how often `measure` computes its examples
@@ -151,7 +151,7 @@ class _Stepper:
         self.learner = state.learner
         self.batch = state.batch(state.slots.refilled())
 
-    def _some_slots(self, size: int, cuts: int) -> float:
+    def some_slots(self, size: int, cuts: int) -> float:
         """Seconds for a step of so many cuts."""
         self.step += 1
         training = self.config.training
@@ -167,8 +167,8 @@ class _Stepper:
 
     def measure(self, size: int) -> Size:
         """Two cuts in a step, then one: a single step under-reads the steady peak by a tenth."""
-        self._some_slots(size, cuts=2)
-        seconds = self._some_slots(size, cuts=1)
+        self.some_slots(size, cuts=2)
+        seconds = self.some_slots(size, cuts=1)
         self._evaluate(EVALUATION_CUT * size)
         return Size(size, peak_bytes(), peak_address_space(), 1 / seconds)
 
@@ -182,8 +182,8 @@ class _Stepper:
         """Samples per second of the sizes between the two, by doubling."""
         size, rates = 2 * FIRST_SIZE, {}
         while size < sizes[-1].micro_batch_size:
-            self._some_slots(size, cuts=1)
-            rates[size] = 1 / self._some_slots(size, cuts=1)
+            self.some_slots(size, cuts=1)
+            rates[size] = 1 / self.some_slots(size, cuts=1)
             size *= 2
         return rates
 
@@ -200,9 +200,9 @@ class _Stepper:
     def _best_rate(self, size: int) -> float:
         """After a first step, in which threads start, unless that one already took the time."""
         started = time.monotonic()
-        seconds = [self._some_slots(size, cuts=1)]
+        seconds = [self.some_slots(size, cuts=1)]
         while time.monotonic() - started < SECONDS_FOR_THREADS:
-            seconds.append(self._some_slots(size, cuts=1))
+            seconds.append(self.some_slots(size, cuts=1))
         return 1 / min(seconds)
 
 

@@ -22,6 +22,7 @@ from trm.config import RunConfig, differences
 from trm.runs import Plan, Run, open_run, set_aside
 from trm.tasks import load_task
 from trm.tasks.base import Task
+from trm.training.compiling import compiler_cache
 from trm.training.fitting import estimate, fitted, too_large
 from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
 from trm.training.planning import Planner
@@ -153,7 +154,10 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
                     "plan": plan.to_json(),
                     "limits": asdict(_remaining(limits, time.monotonic() - started)),
                 },
-                environment=environment(plan.threads, compact=plan.allocator == "compact"),
+                environment={
+                    **environment(plan.threads, compact=plan.allocator == "compact"),
+                    **compiler_cache(),
+                },
                 in_front=True,
                 inherited=() if lock is None else (lock,),
             )

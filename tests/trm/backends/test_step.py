@@ -1,13 +1,19 @@
 """One step, whatever the cut; and answers."""
 
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 
-from macbook_optimization.errors import AllocationFailed, NonFiniteError
+from macbook_optimization.errors import AllocationFailed, CompilationError, NonFiniteError
 from trm.backends.base import StepSettings
+from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads
+from trm.backends.pytorch.lanes import Lanes
 from trm.backends.pytorch.memory import estimate_memory, state_bytes
+from trm.backends.pytorch.model import rotary_angles
 from trm.backends.pytorch.step import TorchLearner
 
 
@@ -206,3 +212,140 @@ def test_training_learns_a_tiny_set():
         settings = StepSettings(step, 2, learning_rate=1e-2, puzzle_emb_lr=0.0)
         losses.append(ours.step(step_batch(), settings, lambda done: 6).loss)
     assert min(losses[-20:]) < 0.4 * losses[0]
+
+
+@pytest.mark.parametrize("variant", MANY)
+def test_lanes_give_the_same_update_to_the_last_bit_whoever_is_faster(variant):
+    """As the same pieces one after the other, so the order in which lanes finish changes nothing."""
+    config, training = model_config(**VARIANTS[variant]), training_config()
+    in_order = TorchLearner(config, training, SHAPE, seed=0)
+    in_lanes = TorchLearner(config, training, SHAPE, seed=0, lanes=3)
+    for step in (1, 2, 3):
+        assert take(in_lanes, step, cut=3).loss == take(in_order, step, cut=1).loss
+    assert_same_state(in_lanes, in_order, rtol=0, atol=0)
+
+
+def test_lanes_that_have_no_room_stand_still():
+    busy, most = set(), []
+
+    def compute(slots):
+        busy.add(slots.start)
+        most.append(len(busy))
+        time.sleep(0.02)
+        busy.remove(slots.start)
+        return slots
+
+    done = []
+    Lanes(3).each(8, lambda taken: 3 if taken < 3 else 1, compute, done.append)
+    assert [slots.start for slots in done] == list(range(8))
+    assert max(most[:3]) <= 3
+    assert most[-1] == 1
+
+
+def test_what_a_lane_raises_reaches_the_caller_after_all_have_stopped():
+    running = []
+
+    def compute(slots):
+        if slots.start == 1:
+            raise KeyError("this one")
+        running.append(slots.start)
+        time.sleep(0.05)
+        running.remove(slots.start)
+
+    with pytest.raises(KeyError, match="this one"):
+        Lanes(2).each(100, lambda taken: 2, compute, lambda result: None)
+    assert not running
+
+
+def test_answers_do_not_depend_on_lanes():
+    ours, batch = learner(), step_batch()
+    one = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=4, settle=2)
+    ours.set_lanes(2)
+    two = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=4, settle=2)
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    np.testing.assert_array_equal(one.steps, two.steps)
+
+
+def test_a_puzzle_leaves_when_the_halting_head_believes_in_its_answer():
+    ours, batch = learner(), step_batch()
+    head = ours.averaged.q_head
+    with torch.no_grad():
+        head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    full = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10)
+    with torch.no_grad():
+        head.bias.sub_(float(np.median(full.halt_logits)))
+    full = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10)
+    early = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10, halt=True)
+    believed = full.halt_logits >= 0
+    first = np.where(believed.any(0), believed.argmax(0) + 1, 10)
+    np.testing.assert_array_equal(early.steps, first)
+    assert len(set(first)) > 1
+    for i, steps in enumerate(first):
+        np.testing.assert_array_equal(early.tokens[-1, i], full.tokens[steps - 1, i])
+
+
+def test_of_several_tries_the_halting_head_chooses():
+    ours, batch = learner(), step_batch()
+    with torch.no_grad():
+        ours.averaged.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    answerer = ours.answerer()
+    answers = [
+        answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=3, tries=tries, noise=1.0)
+        for tries in (1, 2, 8)
+    ]
+    believed = [each.halt_logits[-1] for each in answers]
+    assert (believed[0] <= believed[1]).all()
+    assert (believed[1] <= believed[2]).all()
+    assert (believed[0] < believed[2]).any()
+    alone = answerer.answer(batch.inputs[2:3], batch.puzzle_identifiers[2:3], depth=3, tries=8, noise=1.0)
+    np.testing.assert_array_equal(alone.tokens[:, 0], answers[2].tokens[:, 2])
+
+
+@pytest.mark.slow
+def test_a_compiled_level_learns_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config, training = model_config(**VARIANTS["mixer"]), training_config()
+    plain = TorchLearner(config, training, SHAPE, seed=0, lanes=2)
+    compiled = TorchLearner(config, training, SHAPE, seed=0, lanes=2)
+    compiled.compile(4)
+    calls = []
+    inner = compiled.model.L_level.compiled
+    compiled.model.L_level.compiled = lambda x, angles: calls.append(x.shape[1]) or inner(x, angles)
+    for step in (1, 2):
+        assert take(compiled, step, cut=4).loss == pytest.approx(take(plain, step, cut=4).loss, rel=1e-5)
+    assert set(calls) == {2}
+    for name, weight in plain.parameters.items():
+        torch.testing.assert_close(compiled.parameters[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    calls.clear()
+    compiled.compile(None)
+    take(compiled, 3, cut=4)
+    assert not calls
+
+
+def test_a_compiler_that_fails_is_one_error(monkeypatch):
+    def no_compiler(*arguments, **settings):
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    ours = learner()
+    with pytest.raises(CompilationError, match="No working C\\+\\+ compiler"):
+        ours.compile(4)
+    assert take(ours).loss == take(learner()).loss
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_gradients_written_by_hand_are_right(dim):
+    generator = torch.Generator().manual_seed(0)
+    width, inner, n = 5, 4, 3
+
+    def some(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    x = some(width, n) if dim == 0 else some(n, width)
+    assert torch.autograd.gradcheck(partial(gated, dim=dim), (x, some(2 * inner, width), some(width, inner)))
+    assert torch.autograd.gradcheck(
+        lambda a, b: add_and_normalize(a, b, dim, 1e-5), (some(4, 3, 2), some(4, 3, 2))
+    )
+    angles = rotary_angles(4, 6, 100.0)
+    cos, sin = (angle.double() for angle in angles)
+    assert torch.autograd.gradcheck(lambda qkv: split_heads(qkv, (cos, sin)), some(4, 2, 3, 2, 6))

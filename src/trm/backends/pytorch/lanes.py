@@ -23,10 +23,14 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.threads = max(1, torch.get_num_threads() // count)  # of each
         self.pool: ThreadPoolExecutor | None = None
         if count > 1:
-            share = max(1, torch.get_num_threads() // count)
-            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (share,))
+            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (self.threads,))
+
+    def piece(self, at_a_time: int) -> int:
+        """Slots of one lane, of so many that may be computed at a time."""
+        return max(1, at_a_time // self.count)
 
     def each(
         self,

@@ -11,6 +11,7 @@ K latents (2, or 1 for the variants that carry only one).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -62,9 +63,7 @@ class Embedding(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, width: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
-        inner = (
-            math.ceil(round(config.expansion * width * 2 / 3) / config.width_multiple) * config.width_multiple
-        )
+        inner = config.inner_width(width)
         self.gate_up_proj = Projection(width, 2 * inner, generator)
         self.down_proj = Projection(inner, width, generator)
 
@@ -118,15 +117,25 @@ class Layer(nn.Module):
 
 class Level(nn.Module):
     """`recompute_every` n: of n layers, one keeps only its input for the backward pass, and is computed again
-    there. 0 keeps everything. The gradient is the same to the last bit."""
+    there. 0 keeps everything. The gradient is the same to the last bit.
+
+    `compiled` takes the place of the layers for batches of `compiled_size`; any other size would be compiled
+    anew, so it stays as it is."""
 
     recompute_every = 0
+    compiled: Callable[[Tensor, tuple[Tensor, Tensor] | None], Tensor] | None = None
+    compiled_size: int | None = None
 
     def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(num_positions, config, generator) for _ in range(config.num_layers))
 
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.compiled is not None and x_LBD.shape[1] == self.compiled_size:
+            return self.compiled(x_LBD, angles)
+        return self.through_layers(x_LBD, angles)
+
+    def through_layers(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         for index, layer in enumerate(self.layers):
             if self.recompute_every and torch.is_grad_enabled() and index % self.recompute_every == 0:
                 x_LBD = checkpoint(layer, x_LBD, angles, use_reentrant=False, preserve_rng_state=False)
@@ -175,11 +184,11 @@ class TinyRecursiveModel(nn.Module):
         num_latents = 2 if config.variant == "trm" else 1
         initial = truncated_normal(num_latents, config.hidden_size, std=1, generator=generator)
         self.register_buffer("initial_latents", initial)
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self.angles: tuple[Tensor, Tensor] | None = None
         if config.pos_encodings == "rope":
             head_size = config.hidden_size // config.num_heads
             cos, sin = rotary_angles(num_positions, head_size, config.rope_theta)
-            self._angles = cos.to(initial.device), sin.to(initial.device)
+            self.angles = cos.to(initial.device), sin.to(initial.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,17 +227,17 @@ class TinyRecursiveModel(nn.Module):
 
     def _cycle(self, x_LBD: Tensor, latents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.config.variant == "transformer":
-            return (self.L_level(latents[0] + x_LBD, self._angles),)
+            return (self.L_level(latents[0] + x_LBD, self.angles),)
         if self.config.variant == "singlez":
             (z_LBD,) = latents
             for _ in range(self.config.L_cycles):
-                z_LBD = self.L_level(z_LBD + x_LBD, self._angles)
-            return (self.L_level(z_LBD, self._angles),)
+                z_LBD = self.L_level(z_LBD + x_LBD, self.angles)
+            return (self.L_level(z_LBD, self.angles),)
         y_LBD, z_LBD = latents
         question_LBD = y_LBD + x_LBD  # y does not change while z thinks
         for _ in range(self.config.L_cycles):
-            z_LBD = self.L_level(z_LBD + question_LBD, self._angles)
-        return self.L_level(y_LBD + z_LBD, self._angles), z_LBD
+            z_LBD = self.L_level(z_LBD + question_LBD, self.angles)
+        return self.L_level(y_LBD + z_LBD, self.angles), z_LBD
 
     def answer_positions(self, y_LBD: Tensor) -> Tensor:
         """(B, L, D) without the prefix."""

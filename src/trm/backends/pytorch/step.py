@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from macbook_optimization.errors import (
 )
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
+from trm.backends.pytorch.compiling import compile_level
 from trm.backends.pytorch.lanes import Lanes
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.model import TinyRecursiveModel
@@ -95,6 +96,13 @@ class TorchLearner:
 
     def set_lanes(self, count: int) -> None:
         self.lanes = Lanes(count)
+
+    def compile(self, micro_batch_size: int | None) -> None:
+        """Of the two levels, the learner's only: averaged weights answer, which is over soon."""
+        if micro_batch_size is None:
+            self.model.L_level.compiled_size = None
+        else:
+            compile_level(self.model, self.lanes.piece(micro_batch_size), self.lanes.threads)
 
     def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
         num_slots = len(batch.inputs)
@@ -223,23 +231,34 @@ class TorchAnswerer:
         *,
         depth: int,
         settle: int | None = None,
+        halt: bool = False,
+        tries: int = 1,
+        noise: float = 0.0,
     ) -> Answers:
-        """Puzzles whose answer has stood for `settle` steps leave the batch and keep it."""
         pieces: list[Answers] = []
+
+        def think(cut: slice) -> Answers:
+            question = inputs[cut], puzzle_identifiers[cut]
+            each = (self._answer(*question, depth, settle, halt, self._noise(t, noise)) for t in range(tries))
+            return reduce(Answers.or_rather, each)
+
         with allocations(torn=False):
             if len(inputs) < self.lanes.count:  # then all cores work on the same products
-                return self._answer(inputs, puzzle_identifiers, depth, settle)
-            self.lanes.each(
-                len(inputs),
-                lambda done: len(inputs),
-                lambda cut: self._answer(inputs[cut], puzzle_identifiers[cut], depth, settle),
-                pieces.append,
-            )
+                return think(slice(None))
+            self.lanes.each(len(inputs), lambda done: len(inputs), think, pieces.append)
         return Answers(
             np.concatenate([piece.tokens for piece in pieces], axis=1),
             np.concatenate([piece.halt_logits for piece in pieces], axis=1),
             np.concatenate([piece.steps for piece in pieces]),
         )
+
+    def _noise(self, attempt: int, scale: float) -> Tensor | None:
+        """The same for every puzzle, so that no batch changes an answer; none in the first attempt."""
+        if not attempt or not scale:
+            return None
+        like = self.model.start(1)
+        normal = torch.randn(like.shape, generator=torch.Generator().manual_seed(attempt))
+        return scale * normal.to(like.dtype)
 
     @torch.no_grad()
     def _answer(
@@ -248,6 +267,8 @@ class TorchAnswerer:
         puzzle_identifiers: NDArray[np.int64],
         depth: int,
         settle: int | None,
+        halt: bool,
+        noise: Tensor | None,
     ) -> Answers:
         questions = torch.from_numpy(inputs)
         rows = None
@@ -259,6 +280,8 @@ class TorchAnswerer:
         steps = np.zeros(len(inputs), dtype=np.int64)
         active = torch.arange(len(inputs))
         latents = self.model.start(len(inputs))
+        if noise is not None:
+            latents = latents + noise
         for step in range(depth):
             latents = self.model(
                 questions[active], None if rows is None else rows[active], latents, self.cycles
@@ -269,10 +292,14 @@ class TorchAnswerer:
             tokens[step, here] = self.model.token_logits(self.model.answer_positions(latents[0])).argmax(-1)
             halt_logits[step, here] = self.model.halt_logits(latents[0])[:, 0]
             steps[here] += 1
-            if step and settle is not None:
+            if step:
                 same = (tokens[step, here] == tokens[step - 1, here]).all(-1)
                 unchanged[here] = np.where(same, unchanged[here] + 1, 0)
-                going_on = torch.from_numpy(unchanged[here] < settle)
+            done = unchanged[here] >= (settle or depth)
+            if halt:
+                done |= halt_logits[step, here] >= 0
+            if done.any():
+                going_on = torch.from_numpy(~done)
                 active, latents = active[going_on], latents[:, :, going_on]
                 if not len(active):
                     tokens[step + 1 :], halt_logits[step + 1 :] = tokens[step], halt_logits[step]
