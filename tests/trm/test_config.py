@@ -163,12 +163,13 @@ MEANT = {
         "training.lr_min_ratio", "training.warmup_steps", "training.beta1", "training.beta2",
         "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
+        "evaluation.noise",
         "plan.low_battery_percent", "plan.cooling_delay_seconds",
     },
     "null": {
         "training.max_grad_norm", "evaluation.settle", "evaluation.examples", "evaluation.target_accuracy",
         "checkpoints.every_steps", "checkpoints.keep_every_hours", "plan.thermal_throttle_threshold",
-        "plan.micro_batch_size", "plan.threads", "plan.memory_limit_mb",
+        "plan.micro_batch_size", "plan.threads", "plan.lanes", "plan.memory_limit_mb",
         "plan.garbage_collection_frequency", "data.build.blanks", "data.build.train",
     },
 }  # fmt: skip

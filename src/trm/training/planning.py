@@ -81,7 +81,7 @@ class Planner:
             micro_batch_size=settings.micro_batch_size,
             accumulation_steps=math.ceil(slots / settings.micro_batch_size),
             threads=settings.threads,
-            lanes=min(settings.lanes or settings.threads, settings.threads),
+            lanes=max(self.ways())[1],
             precision=precision,
             gradient_checkpointing=settings.gradient_checkpointing or "none",
             allocator=settings.allocator or "system",
@@ -191,6 +191,8 @@ class Planner:
     def ways(self) -> list[Way]:
         """Every number of threads, as one team and with a lane each."""
         lanes = self.config.plan.lanes
+        if lanes is None and sys.platform == "darwin":  # Accelerate has threads of its own in every lane
+            lanes = 1
         found = {(threads, lanes or each) for threads in self.thread_choices() for each in (1, threads)}
         return sorted({(threads, min(each, threads)) for threads, each in found})
 
