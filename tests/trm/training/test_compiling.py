@@ -1,6 +1,5 @@
 """The compiled level: tried beside a run, used if it is faster, and never needed."""
 
-import json
 import os
 import subprocess
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tiny import SHAPE, TRM
 
+from macbook_optimization.children import run_in_child
 from macbook_optimization.errors import CompilationError
 from trm.config import load_config
 from trm.runs import Plan, Run
@@ -122,12 +122,20 @@ def run(directory, *arguments, **variables):
 
 
 @pytest.mark.slow
-def test_a_real_run_compiles_what_it_is_told_to_and_does_without_a_compiler(tmp_path):
+def test_a_real_run_compiles_what_it_is_told_to_and_does_without_a_compiler(tmp_path, monkeypatch):
     by_hand = "plan.threads=2", "plan.micro_batch_size=8", "plan.compile=true"
     done = run(tmp_path, *by_hand, "--max-steps", "3")
     assert done.returncode == 0, done.stderr
     assert "The compiled level is in use from step 2 on (set by hand)." in done.stderr
     assert any(row["event"] == "compiled" for row in Run(tmp_path / "run").rows("events.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    begun = Run(tmp_path / "run")
+    gain = run_in_child(  # whether it pays here is the measurement's business
+        "trm.training.compiling:measure_gain",
+        {"config": begun.config.model_dump(mode="json"), "plan": begun.plan.to_json()},
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "compiled")},
+    )
+    assert 0.1 < gain < 10
     nothing = tmp_path / "nothing"
     without = run(
         tmp_path, *by_hand, "plan.micro_batch_size=4", "--max-steps", "6",
@@ -137,20 +145,3 @@ def test_a_real_run_compiles_what_it_is_told_to_and_does_without_a_compiler(tmp_
     assert "Compiling failed; training goes on without it." in without.stderr
     rows = [row for row in Run(tmp_path / "run").rows() if "loss" in row]
     assert rows[-1]["step"] == 6
-
-
-@pytest.mark.slow
-def test_a_child_measures_what_compiling_gains(tmp_path):
-    """Really, beside a run that is long enough; whether it pays here is the measurement's business."""
-    begun = run(tmp_path, "training.max_steps=100000", "training.effective_batch_size=32", "--max-steps", "1")
-    assert begun.returncode == 0, begun.stderr
-    config = Run(tmp_path / "run").config
-    plan = Run(tmp_path / "run").plan
-    os.chdir(tmp_path)
-    gain = compiling.run_in_child(
-        "trm.training.compiling:measure_gain",
-        {"config": config.model_dump(mode="json"), "plan": plan.to_json()},
-        environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},
-    )
-    assert 0.1 < gain < 10
-    assert json.dumps(gain)
