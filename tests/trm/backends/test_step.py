@@ -14,6 +14,7 @@ from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads
 from trm.backends.pytorch.lanes import Lanes
 from trm.backends.pytorch.memory import estimate_memory, state_bytes
 from trm.backends.pytorch.model import rotary_angles
+from trm.backends.pytorch.optim import orthogonalized
 from trm.backends.pytorch.step import TorchLearner
 
 
@@ -21,8 +22,8 @@ def learner(supervision="deep", **model):
     return TorchLearner(model_config(**model), training_config(supervision=supervision), SHAPE, seed=0)
 
 
-def take(ours, step=1, cut=6, cycles=2):
-    settings = StepSettings(step, cycles, learning_rate=1e-2, puzzle_emb_lr=1e-2)
+def take(ours, step=1, cut=6, cycles=2, learning_rate=1e-2):
+    settings = StepSettings(step, cycles, learning_rate=learning_rate, puzzle_emb_lr=1e-2)
     return ours.step(step_batch(seed=step), settings, lambda done: cut)
 
 
@@ -61,11 +62,11 @@ def test_any_cut_of_a_step_gives_the_same_update(variant, supervision, cut):
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 @pytest.mark.parametrize("cut", [5, 4, 3, 1])
 def test_any_cuts_of_many_steps_give_the_same_state(variant, supervision, cut):
-    """In float32, eight steps of Adam blow rounding up beyond any useful bound; in float64 they do not."""
+    """In float32, ten steps of Adam blow rounding up beyond any useful bound; in float64 they do not."""
     whole, pieces = learner(supervision, **VARIANTS[variant]), learner(supervision, **VARIANTS[variant])
-    for step in range(1, 9):
-        take(whole, step)
-        take(pieces, step, cut)
+    for step in range(1, 11):
+        take(whole, step, learning_rate=3e-3)
+        take(pieces, step, cut, learning_rate=3e-3)
     assert_same_state(pieces, whole, rtol=1e-7, atol=1e-7)
 
 
@@ -209,9 +210,9 @@ def test_training_learns_a_tiny_set():
     )
     losses = []
     for step in range(1, 151):
-        settings = StepSettings(step, 2, learning_rate=1e-2, puzzle_emb_lr=0.0)
+        settings = StepSettings(step, 2, learning_rate=3e-3, puzzle_emb_lr=0.0)
         losses.append(ours.step(step_batch(), settings, lambda done: 6).loss)
-    assert min(losses[-20:]) < 0.4 * losses[0]
+    assert losses[-1] < 0.4 * losses[0]
 
 
 @pytest.mark.parametrize("variant", MANY)
@@ -349,3 +350,31 @@ def test_the_gradients_written_by_hand_are_right(dim):
     angles = rotary_angles(4, 6, 100.0)
     cos, sin = (angle.double() for angle in angles)
     assert torch.autograd.gradcheck(lambda qkv: split_heads(qkv, (cos, sin)), some(4, 2, 3, 2, 6))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 24), (24, 6)])
+def test_muon_steps_are_nearly_orthogonal(shape):
+    """By the singular values, which the exact answer would make one; and in the gradient's own directions."""
+    gradient = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalized(gradient)
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    assert torch.linalg.svdvals(found).sub(1).abs().max() < 0.4
+    assert (left.T @ found @ right.T).diagonal().min() > 0.6
+
+
+def test_muon_moves_the_matrices_of_the_level_and_adam_the_rest():
+    made = {
+        name: TorchLearner(model_config(), training_config(optimizer=name, weight_decay=0.0), SHAPE, seed=0)
+        for name in ("muon", "adamw")
+    }
+    before = {name: weight.clone() for name, weight in made["muon"].model.named_parameters()}
+    for ours in made.values():
+        take(ours)
+    for name, weight in made["muon"].parameters.items():
+        moved = (weight - before[name]).detach()
+        if name.startswith("L_level."):
+            sizes = torch.linalg.svdvals(moved) / (1e-2 * 0.2 * max(moved.shape) ** 0.5)
+            assert 0.5 < sizes.median() < 1.3, name
+            assert f"{name}.exp_avg_sq" not in made["muon"].optimizer.moments
+        else:
+            torch.testing.assert_close(weight, made["adamw"].parameters[name], msg=name)

@@ -1,9 +1,9 @@
 """Pieces of a batch, computed side by side.
 
 Two cores that share every small product wait for each other hundreds of times a step. Cores that each take a
-piece of the slots through the whole recursion meet once a step, keep their numbers in their own cache, and
-one that another program slows down simply takes fewer pieces. Results are taken in the order of the slots,
-so how fast the lanes were changes no bit.
+piece of the slots through the whole recursion meet once a step and keep their numbers in their own cache. If
+there are more pieces than lanes, one that another program slows down takes fewer. Results are taken in the
+order of the slots, so how fast the lanes were changes no bit.
 """
 
 from __future__ import annotations
