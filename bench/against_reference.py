@@ -78,23 +78,17 @@ SIDES = {
 }
 
 
-def reference_steps(shape: Shape, directory: Path, threads: int, compiled: bool) -> Any:
-    """A generator: each `next` is a step of the public code, and gives its loss."""
+def reference_network(shape: Shape, directory: Path) -> Any:
+    """The public model with our weights, inside its loss."""
     sys.path.insert(0, str(directory))
-    import torch
-    from models.ema import EMAHelper  # type: ignore[import-not-found]
     from models.losses import ACTLossHead  # type: ignore[import-not-found]
     from models.recursive_reasoning.trm import (  # type: ignore[import-not-found]
         TinyRecursiveReasoningModel_ACTV1,
-    )
-    from models.sparse_embedding import (  # type: ignore[import-not-found]
-        CastedSparseEmbeddingSignSGD_Distributed,
     )
 
     from trm.backends.pytorch.exchange import to_reference
     from trm.backends.pytorch.model import TinyRecursiveModel
 
-    torch.set_num_threads(threads)
     model, task = shape.model, shape.task
     names = (
         "hidden_size H_cycles L_cycles L_layers H_layers num_heads expansion mlp_t pos_encodings "
@@ -109,6 +103,20 @@ def reference_steps(shape: Shape, directory: Path, threads: int, compiled: bool)
     }
     network = ACTLossHead(TinyRecursiveReasoningModel_ACTV1(settings), "stablemax_cross_entropy")
     network.load_state_dict(to_reference(TinyRecursiveModel(model, task).state_dict(), model, compiled=False))
+    return network
+
+
+def reference_steps(shape: Shape, directory: Path, threads: int, compiled: bool) -> Any:
+    """A generator: each `next` is a step of the public code, and gives its loss."""
+    import torch
+
+    network = reference_network(shape, directory)
+    from models.ema import EMAHelper  # type: ignore[import-not-found]
+    from models.sparse_embedding import (  # type: ignore[import-not-found]
+        CastedSparseEmbeddingSignSGD_Distributed,
+    )
+
+    torch.set_num_threads(threads)
     if compiled:
         network = torch.compile(network)
     optimizers = [
@@ -119,7 +127,7 @@ def reference_steps(shape: Shape, directory: Path, threads: int, compiled: bool)
     ]
     average = EMAHelper(0.999)
     average.register(network)
-    batch = random_batch(shape.batch, task)
+    batch = random_batch(shape.batch, shape.task)
     tensors = {
         "inputs": torch.from_numpy(batch.inputs),
         "labels": torch.from_numpy(batch.labels),

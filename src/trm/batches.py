@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     AUGMENT = 3
     EXPLORE = 4
     DEPTH = 5
+    NOISE = 6
 
 
 def _mix(words: WordArray) -> WordArray:
@@ -97,6 +98,10 @@ class Order:
     def augmentation_draws(self, k: IntArray, count: int) -> FloatArray:
         slots = np.arange(self.num_slots)
         return uniforms(self.seed, Purpose.AUGMENT, slots[:, None], k[:, None], np.arange(count))
+
+    def noise_seeds(self, k: IntArray) -> IntArray:
+        words = random_words(self.seed, Purpose.NOISE, np.arange(self.num_slots), k)
+        return (words >> np.uint64(1)).astype(np.int64)
 
 
 def _draw_between(bounds: IntArray, which: IntArray, draws: FloatArray) -> IntArray:

@@ -119,6 +119,7 @@ def build() -> None:
     help="Of generated puzzles; stands for a number of blanks.",
 )  # fmt: skip
 @click.option("--blanks", type=int, help="Exact number of blanks, instead of a named difficulty.")
+@click.option("--train-blanks", type=int, help="Another number of blanks for training puzzles.")
 @click.option("--train", type=int, help="Training puzzles [default: 2000, or all the file has].")
 @click.option("--test", type=int, default=256, show_default=True, help="Test puzzles, unseen in training.")
 @click.option("--seed", type=int, default=0, show_default=True)

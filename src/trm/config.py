@@ -126,6 +126,7 @@ class TrainingConfig(Section):
     ema_rate: Fraction = 0.999
     # Terminal supervision only: from this step on, the depth is drawn from 1 up to this value.
     depths: dict[CountOrZero, Count] = {0: 1}
+    noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts about every example
     deterministic: bool = False
 
     @model_validator(mode="after")
@@ -202,6 +203,15 @@ class RunConfig(Section):
         if self.training.lr_min_ratio == 1:  # nothing then depends on where training ends
             del learned["training"]["max_steps"]
         return learned
+
+    @classmethod
+    def with_defaults(cls, learned: Mapping[str, Any]) -> dict[str, Any]:
+        """What an older version saved, with the keys that did not exist then."""
+        try:
+            whole = {**learned, "data": {"path": ".", **learned["data"]}}
+            return cls.model_validate(whole).what_is_learned()
+        except (ValidationError, KeyError, TypeError):  # of a newer version: compared as it is
+            return dict(learned)
 
     def model_in(self, precision: str) -> ModelConfig:
         return self.model.model_copy(update={"forward_dtype": precision})

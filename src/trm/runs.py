@@ -147,7 +147,7 @@ def check_compatible(
     """A recipe edited by hand, data that changed, or a checkpoint copied from another run would load as
     something else. Every difference is listed."""
     state = read_state(checkpoint)
-    ours, theirs = config.what_is_learned(), dict(state.recipe)
+    ours, theirs = config.what_is_learned(), RunConfig.with_defaults(state.recipe)
     if shape is not None:
         ours["shape"], theirs["shape"] = shape, state.shape
     if data is not None and state.data is not None:

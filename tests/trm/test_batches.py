@@ -65,6 +65,15 @@ def test_uniform_draws_are_uniform_and_independent_of_their_neighbours():
     assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.02
 
 
+def test_noise_is_drawn_anew_for_every_slot_and_example():
+    ours = order(8, 100)
+    seeds = np.concatenate([ours.noise_seeds(np.full(8, k)) for k in range(100)])
+    assert len(set(seeds)) == 800
+    assert seeds.min() >= 0
+    k = np.arange(8)
+    assert (ours.noise_seeds(k) == np.diagonal(seeds[:64].reshape(8, 8))).all()
+
+
 def test_another_seed_is_another_order():
     first, second = (order(100, 1000, seed).examples(np.zeros(100, dtype=np.int64))[0] for seed in (0, 1))
     assert (first != second).mean() > 0.9

@@ -121,6 +121,18 @@ def test_what_is_learned_does_not_depend_on_how_it_is_carried_out():
     assert [line.split(" ")[0] for line in found] == ["model.hidden_size", "seed"]
 
 
+def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
+    now = load_config("sudoku-6x6").what_is_learned()
+    then = {**now, "training": {key: value for key, value in now["training"].items() if key != "noise"}}
+    assert RunConfig.with_defaults(then) == now
+    noisy = load_config("sudoku-6x6", ["training.noise=1"]).what_is_learned()
+    assert differences(noisy, RunConfig.with_defaults(then)) == [
+        "training.noise is 1.0 here and 0.0 in the run"
+    ]
+    unknown = {**now, "model": {**now["model"], "key_of_a_newer_version": 1}}
+    assert RunConfig.with_defaults(unknown) == unknown
+
+
 def test_a_run_with_a_constant_learning_rate_may_be_prolonged():
     constant = config_from_text(MINIMAL, "r", ["training.max_steps=10"])
     longer = config_from_text(MINIMAL, "r", ["training.max_steps=20"])
@@ -163,7 +175,7 @@ MEANT = {
         "training.lr_min_ratio", "training.warmup_steps", "training.beta1", "training.beta2",
         "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
-        "evaluation.noise",
+        "evaluation.noise", "training.noise",
         "plan.low_battery_percent", "plan.cooling_delay_seconds",
     },
     "null": {
@@ -171,6 +183,7 @@ MEANT = {
         "checkpoints.every_steps", "checkpoints.keep_every_hours", "plan.thermal_throttle_threshold",
         "plan.micro_batch_size", "plan.threads", "plan.lanes", "plan.memory_limit_mb",
         "plan.garbage_collection_frequency", "data.build.blanks", "data.build.train",
+        "data.build.train_blanks",
     },
 }  # fmt: skip
 

@@ -28,11 +28,16 @@ class StepBatch:
     labels: NDArray[np.int64]  # (N, L), IGNORE_LABEL where nothing is asked
     puzzle_identifiers: NDArray[np.int64]  # (N,)
     fresh: NDArray[np.bool_]  # (N,) slots that start a new example, from the initial latents
+    noise_seeds: NDArray[np.int64] | None = None  # (N,) each decides the noise in its slot's initial latents
 
     def first(self, count: int) -> StepBatch:
         """Of these slots only."""
         return StepBatch(
-            self.inputs[:count], self.labels[:count], self.puzzle_identifiers[:count], self.fresh[:count]
+            self.inputs[:count],
+            self.labels[:count],
+            self.puzzle_identifiers[:count],
+            self.fresh[:count],
+            None if self.noise_seeds is None else self.noise_seeds[:count],
         )
 
 

@@ -30,6 +30,7 @@ class BuildOptions(Section):
     size: Literal[4, 6, 9] = 9
     difficulty: Literal["easy", "medium", "hard"] = "hard"
     blanks: Count | None = None  # instead of a named difficulty
+    train_blanks: Count | None = None  # of training puzzles, if they are to be harder or easier
     train: Count | None = None  # default 2,000; from a file, all that are not in the test set
     test: Count = 256
     seed: CountOrZero = 0
@@ -41,6 +42,8 @@ class BuildOptions(Section):
     def _check(self) -> Self:
         if self.file is None and (self.source or self.test_source):
             raise ValueError("source and test_source choose rows of a file, so they need `from`")
+        if self.file is not None and self.train_blanks:
+            raise ValueError("train_blanks is for generated puzzles, not for those `from` a file")
         return self
 
     @property
@@ -223,38 +226,51 @@ Pairs = tuple[Grids, Grids]  # questions and their answers
 
 
 def _generated(asked: BuildOptions, progress: Progress) -> dict[str, Pairs]:
+    train, test = {"train": asked.train or 2000}, {"test": asked.test}
+    if asked.train_blanks in (None, asked.num_blanks):
+        return _distinct(asked, asked.num_blanks, {**train, **test}, progress)
+    # Copies of a puzzle have as many blanks as it has, so the sides share none.
+    assert asked.train_blanks is not None
+    return {
+        **_distinct(asked, asked.train_blanks, train, progress),
+        **_distinct(asked, asked.num_blanks, test, progress),
+    }
+
+
+def _distinct(
+    asked: BuildOptions, blanks: int, wanted: dict[str, int], progress: Progress
+) -> dict[str, Pairs]:
     """The fingerprint alone decides between train and test, so no order of generation can mix them."""
-    wanted = {"train": asked.train or 2000, "test": asked.test}
     total = sum(wanted.values())
-    kept: dict[str, dict[bytes, tuple[Grids, Grids]]] = {"train": {}, "test": {}}
+    kept: dict[str, dict[bytes, tuple[Grids, Grids]]] = {side: {} for side in wanted}
     fruitless = 0
     share = min(max(asked.test / total, 0.05), 0.95)  # neither side waits for a rare fingerprint
-    for questions, answers in _endless(asked, min(_CHUNK, max(total, 64))):
+    for questions, answers in _endless(asked, blanks, min(_CHUNK, max(total, 64))):
         before = sum(map(len, kept.values()))
         marks = puzzles.fingerprints(questions, answers) < np.uint64(share * 2**64)
         for question, answer, is_test in zip(questions, answers, marks, strict=True):
-            side = "test" if is_test else "train"
+            side = ("test" if is_test else "train") if len(wanted) > 1 else next(iter(wanted))
             if len(kept[side]) < wanted[side]:
                 kept[side].setdefault(question.tobytes(), (question, answer))
         done = sum(map(len, kept.values()))
-        progress("generating puzzles", done, total)
+        progress(f"generating puzzles with {blanks} blanks", done, total)
         if done == total:
             break
         fruitless = fruitless + 1 if done == before else 0
         if fruitless == _FRUITLESS_CHUNKS:
+            found = " and ".join(f"{len(pairs)} for {side}" for side, pairs in kept.items())
             raise DataError(
-                f"Only {len(kept['train'])} training and {len(kept['test'])} test puzzles of size "
-                f"{asked.size} with {asked.num_blanks} blanks were found; "
-                f"{wanted['train']} and {wanted['test']} were asked for",
+                f"Only {found} of the puzzles of size {asked.size} with {blanks} blanks were found; "
+                f"{' and '.join(map(str, wanted.values()))} were asked for",
                 hint="Ask for fewer puzzles, another number of blanks, or a larger size.",
             )
     return {side: _stack(list(pairs.values())) for side, pairs in kept.items()}
 
 
-def _endless(asked: BuildOptions, chunk: int) -> Iterator[Pairs]:
+def _endless(asked: BuildOptions, blanks: int, chunk: int) -> Iterator[Pairs]:
     first = 0
     while True:
-        yield puzzles.generate(asked.size, asked.num_blanks, chunk, asked.seed, first=first)
+        yield puzzles.generate(asked.size, blanks, chunk, asked.seed, first=first)
         first += chunk
 
 

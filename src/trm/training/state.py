@@ -76,7 +76,9 @@ class TrainingState:
         if self.config.data.augment:
             draws = self.order.augmentation_draws(slots.k, self.task.num_draws)
             inputs, labels = self.task.augment(inputs, labels, draws)
-        return StepBatch(inputs, labels, self.split.puzzle_identifiers[puzzles], slots.fresh)
+        identifiers = self.split.puzzle_identifiers[puzzles]
+        noise_seeds = self.order.noise_seeds(slots.k) if self.config.training.noise else None
+        return StepBatch(inputs, labels, identifiers, slots.fresh, noise_seeds)
 
     def advance(self, next_cut: Callable[[int], int]) -> tuple[float, StepResult]:
         """One step, and its learning rate; whatever it raises, nothing has changed then."""

@@ -1,6 +1,7 @@
 """One step, whatever the cut; and answers."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -173,6 +174,32 @@ def test_fresh_slots_forget_what_the_slot_thought_before():
         torch.from_numpy(step_batch(seed=1).fresh)[:, None], torch.randn_like(other.latents), other.latents
     )
     assert take(ours).loss == pytest.approx(take(other).loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+def test_noise_in_the_first_thoughts_belongs_to_the_slot_whatever_the_cut(supervision):
+    def learned(cut, seeds):
+        training = training_config(supervision=supervision, noise=1.0)
+        ours = TorchLearner(model_config(), training, SHAPE, seed=0)
+        batch = replace(step_batch(), noise_seeds=np.array(seeds))
+        result = ours.step(batch, StepSettings(1, 2, 1e-2, 1e-2), lambda done: cut)
+        return result.loss, ours.parameters["lm_head.weight"]
+
+    seeds = [3, 1, 4, 1, 5, 9]
+    (loss, weight), (cut_loss, cut_weight) = learned(6, seeds), learned(2, seeds)
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(cut_weight, weight, rtol=1e-5, atol=1e-7)
+    assert learned(6, [3, 1, 4, 1, 5, 8])[0] != loss
+
+
+def test_noise_is_for_slots_that_begin():
+    """The others go on from where they were."""
+    losses = []
+    for seeds in ([1] * 6, [2] * 6):
+        ours = TorchLearner(model_config(), training_config(noise=1.0), SHAPE, seed=0)
+        batch = replace(step_batch(), fresh=np.zeros(6, dtype=bool), noise_seeds=np.array(seeds))
+        losses.append(ours.step(batch, StepSettings(1, 2, 1e-2, 1e-2), lambda done: 6).loss)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("settle", [None, 1, 2])

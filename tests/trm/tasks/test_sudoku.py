@@ -171,6 +171,14 @@ def canonical_4x4(puzzle):
     return min(copies)
 
 
+def test_training_puzzles_may_have_another_number_of_blanks(tmp_path):
+    options = {"size": 6, "blanks": 18, "train_blanks": 22, "train": 60, "test": 30}
+    TASK.build(options, tmp_path / "set", lambda what, done, total: None)
+    blanks = {name: (open_split(tmp_path / "set", name).inputs == 1).sum(1) for name in ("train", "test")}
+    assert blanks["train"].tolist() == [22] * 60
+    assert blanks["test"].tolist() == [18] * 30
+
+
 def test_no_4x4_puzzle_is_on_both_sides_by_brute_force(tmp_path):
     dataset = sudoku_dataset(tmp_path / "set", 60, 20)
     train, test = (

@@ -119,7 +119,7 @@ class TorchLearner:
                     tensor.grad.add_(gradient)
 
         with allocations(torn=False):
-            tensors = _Cuttable(self.model, batch, self.latents, self.spare)
+            tensors = _Cuttable(self.model, batch, self.latents, self.spare, self.training.noise)
             compute = partial(self._gradients, tensors, settings.cycles, num_slots)
             self.lanes.each(num_slots, next_cut, compute, add)
         loss = float(sum(piece.total for piece in pieces)) / num_slots
@@ -195,12 +195,18 @@ class _Cuttable:
     """The tensors of one step, to be read and written slice by slice."""
 
     def __init__(
-        self, model: TinyRecursiveModel, batch: StepBatch, latents: Tensor | None, new_latents: Tensor | None
+        self,
+        model: TinyRecursiveModel,
+        batch: StepBatch,
+        latents: Tensor | None,
+        new_latents: Tensor | None,
+        noise: float,
     ) -> None:
         self.inputs = torch.from_numpy(batch.inputs)
         self.labels = torch.from_numpy(batch.labels)
         self.fresh = torch.from_numpy(batch.fresh)
         self.model, self.latents, self.new_latents = model, latents, new_latents
+        self.noise, self.noise_seeds = noise, batch.noise_seeds
         self.rows: Tensor | None = None
         if model.config.puzzle_emb_ndim:
             identifiers = torch.from_numpy(batch.puzzle_identifiers)
@@ -210,6 +216,9 @@ class _Cuttable:
 
     def cut(self, cut: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         latents = self.model.start(cut.stop - cut.start)
+        if self.noise_seeds is not None:
+            each = [_normal(self.model, int(seed)) for seed in self.noise_seeds[cut]]
+            latents = latents + self.noise * torch.cat(each, dim=2)
         if self.latents is not None:
             latents = torch.where(self.fresh[cut][:, None], latents, self.latents[:, :, cut])
         puzzle_rows = None if self.rows is None else self.rows[self.row_of_slot[cut]]
@@ -256,9 +265,7 @@ class TorchAnswerer:
         """The same for every puzzle, so that no batch changes an answer; none in the first attempt."""
         if not attempt or not scale:
             return None
-        like = self.model.start(1)
-        normal = torch.randn(like.shape, generator=torch.Generator().manual_seed(attempt))
-        return scale * normal.to(like.dtype)
+        return scale * _normal(self.model, attempt)
 
     @torch.no_grad()
     def _answer(
@@ -305,6 +312,12 @@ class TorchAnswerer:
                     tokens[step + 1 :], halt_logits[step + 1 :] = tokens[step], halt_logits[step]
                     break
         return Answers(tokens, halt_logits, steps)
+
+
+def _normal(model: TinyRecursiveModel, seed: int) -> Tensor:
+    """Noise for the first latents of one slot."""
+    like = model.start(1)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
 
 
 def _cycles_at_test_time(training: TrainingConfig, model: ModelConfig) -> int:
