@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     EXPLORE = 4
     DEPTH = 5
     NOISE = 6
+    HINTS = 7
 
 
 def _mix(words: WordArray) -> WordArray:
@@ -91,13 +92,14 @@ class Order:
         num_groups = len(self.group_indices) - 1
         epoch, position = np.divmod(k * self.num_slots + slots, num_groups)
         groups = permuted(position, num_groups, random_words(self.seed, Purpose.ORDER, epoch))
-        draws = uniforms(self.seed, Purpose.CHOICE, slots[:, None], k[:, None], np.arange(2))
+        draws = self.draws(Purpose.CHOICE, k, 2)
         puzzles = _draw_between(self.group_indices, groups, draws[:, 0])
         return _draw_between(self.puzzle_indices, puzzles, draws[:, 1]), puzzles
 
-    def augmentation_draws(self, k: IntArray, count: int) -> FloatArray:
+    def draws(self, purpose: Purpose, k: IntArray, count: int) -> FloatArray:
+        """So many for each slot's k-th example."""
         slots = np.arange(self.num_slots)
-        return uniforms(self.seed, Purpose.AUGMENT, slots[:, None], k[:, None], np.arange(count))
+        return uniforms(self.seed, purpose, slots[:, None], k[:, None], np.arange(count))
 
     def noise_seeds(self, k: IntArray) -> IntArray:
         words = random_words(self.seed, Purpose.NOISE, np.arange(self.num_slots), k)

@@ -127,12 +127,15 @@ class TrainingConfig(Section):
     # Terminal supervision only: from this step on, the depth is drawn from 1 up to this value.
     depths: dict[CountOrZero, Count] = {0: 1}
     noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts about every example
+    # From this step on, in this share of the examples, up to half of the answer is given away.
+    hints: dict[CountOrZero, Fraction] = {0: 0.0}
     deterministic: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if 0 not in self.depths:
-            raise ValueError("depths must say what holds from step 0 on")
+        for name in ("depths", "hints"):
+            if 0 not in getattr(self, name):
+                raise ValueError(f"{name} must say what holds from step 0 on")
         return self
 
 
@@ -186,7 +189,7 @@ class PlanSettings(Section):
 
 
 class RunConfig(Section):
-    task: Literal["sudoku"]
+    task: Literal["sudoku", "maze"]
     seed: CountOrZero = 0
     data: DataConfig
     model: ModelConfig = ModelConfig()

@@ -202,6 +202,7 @@ KEYS = [
     *numeric_keys(BuildOptions, "data.build."),
     "data.build.size",
     "training.depths",
+    "training.hints",
 ]
 
 

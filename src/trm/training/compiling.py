@@ -65,6 +65,7 @@ class Compiling:
         self.file = cache_directory() / "compiled" / f"{_key(config, plan, shape)}.json"
         self.thread: threading.Thread | None = None
         self.settled = not self._is_wanted()
+        self.in_use = False
 
     def go_on(self, learner: Learner, step: int, max_seconds: float | None) -> None:
         """Between two steps, the first of which is not to wait for anything."""
@@ -119,6 +120,7 @@ class Compiling:
         if self.problem is None and (self.config.plan.compile or (self.gain or 0) >= WORTH_IT):
             try:
                 learner.compile(self.plan.micro_batch_size)
+                self.in_use = True
                 why = f"measured {self.gain:.2f} times as fast" if self.gain else "set by hand"
                 self.say.message(f"The compiled level is in use from step {step + 1} on ({why}).")
             except CompilationError as error:

@@ -35,7 +35,7 @@ from trm.training.evaluation import EVALUATION_CUT, Evaluation, evaluate
 from trm.training.interruption import Interrupted, stop_signals
 from trm.training.saving import BestSoFar, Saver
 from trm.training.state import TrainingState
-from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch
+from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch, ThreadWatch
 
 SKIPS_IN_A_ROW = 3
 NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
@@ -80,13 +80,17 @@ def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Di
     task = load_task(config.task)
     splits = open_splits(config, task)
     run, backend = open_run(path, config), load_backend()
-    backend.prepare(threads=plan.threads, deterministic=config.training.deterministic)
+
+    def set_threads(threads: int) -> None:
+        backend.prepare(threads=threads, deterministic=config.training.deterministic)
+
+    set_threads(plan.threads)
     make_learner = partial(
         backend.learner, config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
         plan.gradient_checkpointing, plan.lanes,
     )  # fmt: skip
     state = TrainingState(config, plan, task, splits[0], make_learner)
-    trainer = Trainer(config, state, splits[1], run, display)
+    trainer = Trainer(config, state, splits[1], run, display, set_threads)
     trainer.resume()
     begin(run, config)
     trainer.journal.write("plan.json", json.dumps(plan.to_json(), indent=2))
@@ -114,12 +118,19 @@ class Trainer:
     """One run while it is going on: what is looked at, answered and kept between two steps."""
 
     def __init__(
-        self, config: RunConfig, state: TrainingState, test_split: Split, run: Run, display: Display
+        self,
+        config: RunConfig,
+        state: TrainingState,
+        test_split: Split,
+        run: Run,
+        display: Display,
+        set_threads: Callable[[int], None],
     ) -> None:
         self.config, self.state, self.test_split, self.display = config, state, test_split, display
         self.directory, self.journal = run, Journal(run, display)
         self.watch = MemoryWatch(config, state.plan, self.journal, display)
         self.power = PowerWatch(config.plan, PowerMonitor())
+        self.threads = ThreadWatch(config, state.plan, set_threads, self.journal, display)
         self.compiling = Compiling(config, state.plan, state.split.shape, self.journal, display)
         settings = config.checkpoints
         self.checkpoints = run.checkpoints(settings.keep, settings.keep_every_hours)
@@ -177,6 +188,7 @@ class Trainer:
                 self._show(log)
                 self.watch.collect_garbage(self.state.step)
                 self.compiling.go_on(self.state.learner, self.state.step, limits.max_seconds)
+                self.threads.look(self.state.step, self.compiling.in_use)
         except Interrupted:
             reason = "interrupted"
             try:

@@ -149,7 +149,7 @@ class Stepper:
         )  # fmt: skip
         state = TrainingState(config, DEFAULT_PLAN, load_task(config.task), train, make_learner)
         self.learner = state.learner
-        self.batch = state.batch(state.slots.refilled())
+        self.batch = state.batch(state.slots.refilled(), step=1)
 
     def some_slots(self, size: int, cuts: int) -> float:
         """Seconds for a step of so many cuts."""

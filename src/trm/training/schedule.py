@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TypeVar
 
 from trm.batches import Purpose, uniforms
 from trm.config import ModelConfig, TrainingConfig
+
+T = TypeVar("T")
 
 
 def learning_rate_factor(step: int, training: TrainingConfig) -> float:
@@ -17,10 +21,15 @@ def learning_rate_factor(step: int, training: TrainingConfig) -> float:
     return training.lr_min_ratio + (1 - training.lr_min_ratio) * cosine
 
 
+def in_force(schedule: Mapping[int, T], step: int) -> T:
+    """The value of the last start before this step."""
+    return schedule[max(start for start in schedule if start < step)]
+
+
 def cycles_of_step(step: int, model: ModelConfig, training: TrainingConfig, seed: int) -> int:
     """Recursions in this step. Terminal supervision draws them for the whole step, so no cut and no split
     over machines can make two slots of one step differ."""
     if training.supervision == "deep":
         return model.cycles_per_step
-    greatest = training.depths[max(start for start in training.depths if start < step)]
+    greatest = in_force(training.depths, step)
     return 1 + int(uniforms(seed, Purpose.DEPTH, step) * greatest)

@@ -12,13 +12,16 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from macbook_optimization.checkpoint_files import Checkpoint
 from trm.backends.base import Learner, StepBatch, StepResult, StepSettings
-from trm.batches import Order, Slots
+from trm.batches import Order, Purpose, Slots
 from trm.config import RunConfig
 from trm.runs import Plan, SavedState, check_compatible
-from trm.tasks.base import Split, Task, fingerprint
-from trm.training.schedule import cycles_of_step, learning_rate_factor
+from trm.tasks.base import IGNORE_LABEL, IntArray, Split, Task, fingerprint
+from trm.training.schedule import cycles_of_step, in_force, learning_rate_factor
 
 LIBRARIES = ("torch", "numpy", "safetensors")
 PLAN_FACTS = ("micro_batch_size", "threads", "lanes", "precision", "gradient_checkpointing", "allocator")
@@ -69,13 +72,16 @@ class TrainingState:
             versions=self.versions,
         ).model_dump(mode="json")
 
-    def batch(self, slots: Slots) -> StepBatch:
-        """A pure function of where the slots are."""
+    def batch(self, slots: Slots, step: int) -> StepBatch:
+        """A pure function of where the slots are, and of the step's place in the schedule."""
         examples, puzzles = self.order.examples(slots.k)
         inputs, labels = self.split.rows(examples)
         if self.config.data.augment:
-            draws = self.order.augmentation_draws(slots.k, self.task.num_draws)
+            draws = self.order.draws(Purpose.AUGMENT, slots.k, self.task.num_draws)
             inputs, labels = self.task.augment(inputs, labels, draws)
+        if share := in_force(self.config.training.hints, step):
+            draws = self.order.draws(Purpose.HINTS, slots.k, 2 + inputs.shape[1])
+            inputs = with_hints(inputs, labels, draws, share)
         identifiers = self.split.puzzle_identifiers[puzzles]
         noise_seeds = self.order.noise_seeds(slots.k) if self.config.training.noise else None
         return StepBatch(inputs, labels, identifiers, slots.fresh, noise_seeds)
@@ -91,7 +97,7 @@ class TrainingState:
             learning_rate=factor * training.learning_rate,
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
         )
-        result = self.learner.step(self.batch(slots), settings, next_cut)
+        result = self.learner.step(self.batch(slots, step), settings, next_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
@@ -122,6 +128,13 @@ class TrainingState:
             for name, then in before.items()
             if then is not None and name in now and then != now[name]
         ]
+
+
+def with_hints(inputs: IntArray, labels: IntArray, draws: NDArray[np.float64], share: float) -> IntArray:
+    """In this share of the examples, up to half of the answer is given away: easier examples come first in
+    understanding, and a set of hard ones has none. The first two draws decide whether and how much."""
+    given = np.where(draws[:, :1] < share, draws[:, 1:2] / 2, 0.0)
+    return np.where((draws[:, 2:] < given) & (labels != IGNORE_LABEL), labels, inputs)
 
 
 def versions() -> dict[str, str]:

@@ -172,6 +172,45 @@ class MemoryWatch:
             self.journal.event("garbage collection returns nothing", step=step, returned_bytes=returned)
 
 
+class ThreadWatch:
+    """One thread instead of a team while other programs take its cores: a team waits at every product for
+    the slowest of them. Lanes need no such answer, as they meet once a step."""
+
+    EVERY_SECONDS = 5.0
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, set_threads: Callable[[int], None], journal: Journal, say: Say
+    ) -> None:
+        # Another number of threads rounds otherwise, which deterministic training is not to do.
+        self.team = 1 if plan.lanes > 1 or config.training.deterministic else plan.threads
+        self.threads = self.team
+        self.set_threads, self.journal, self.say = set_threads, journal, say
+        self.process, self.looked_at = psutil.Process(), time.monotonic()
+        self.busy_cores()
+
+    def busy_cores(self) -> tuple[float, float]:
+        """All and ours, since the call before."""
+        return psutil.cpu_percent() * (psutil.cpu_count() or 1) / 100, self.process.cpu_percent() / 100
+
+    def look(self, step: int, compiled: bool) -> None:
+        """Between two steps. A compiled level is made for its number of threads, which then stays."""
+        if self.team == 1 or compiled or time.monotonic() - self.looked_at < self.EVERY_SECONDS:
+            return
+        self.looked_at = time.monotonic()
+        (busy, ours), cores = self.busy_cores(), psutil.cpu_count() or 1
+        others = max(0.0, busy - ours)
+        if self.threads > 1 and cores - others < self.team - 0.5:
+            self._change(1, f"other programs keep {others:.1f} of {cores} cores busy", step)
+        elif self.threads == 1 and cores - others > self.team - 0.25:
+            self._change(self.team, "the cores are free again", step)
+
+    def _change(self, threads: int, reason: str, step: int) -> None:
+        self.set_threads(threads)
+        self.journal.event("threads", step=step, before=self.threads, after=threads, reason=reason)
+        self.say.message(f"Threads: {threads} instead of {self.threads}, as {reason}.")
+        self.threads = threads
+
+
 class MetricsLog:
     """Averages over the steps since the last row, and writes a row about once a second."""
 

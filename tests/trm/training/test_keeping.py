@@ -2,7 +2,9 @@
 
 import os
 import signal
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
@@ -15,7 +17,7 @@ from trm.runs import Run, set_aside
 from trm.training import loop
 from trm.training.loop import Limits, train
 from trm.training.saving import Saver
-from trm.training.watching import Journal, PowerWatch, SilentDisplay
+from trm.training.watching import Journal, PowerWatch, SilentDisplay, ThreadWatch
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +365,41 @@ def test_heat_is_what_the_system_says_or_the_user(limit, thermal, hot):
     assert (watch.too_hot() is not None) == hot
     watch.settings = PlanSettings(thermal_throttle_threshold=limit, enable_thermal_monitoring=False)
     assert watch.too_hot() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [2, 1, 1, 1, 2, 2]),
+        ({"lanes": 2}, [2] * 6),
+        ({"threads": 1}, [1] * 6),
+    ],
+)
+def test_a_team_of_threads_gives_way_to_other_programs(tmp_path, dataset, monkeypatch, changes, expected):
+    """Busy cores of the machine and of ours, as they were seen on two cores with a busy program."""
+    config = run_config(dataset)
+    chosen = replace(plan_of(config), **{"threads": 2, "lanes": 1, **changes})
+    journal, display, threads = Journal(Run(tmp_path), Recorder()), Recorder(), []
+    threads.append(chosen.threads)
+    watch = ThreadWatch(config, chosen, threads.append, journal, display)
+    monkeypatch.setattr(psutil, "cpu_count", lambda *logical: 2)
+    seen = []
+    for look in [(2.0, 1.9), (2.0, 1.3), (2.0, 1.0), (1.8, 1.4), (1.1, 1.0), (2.0, 1.9)]:
+        watch.looked_at -= ThreadWatch.EVERY_SECONDS
+        watch.busy_cores = lambda look=look: look
+        watch.look(step=7, compiled=False)
+        seen.append(threads[-1])
+    assert seen == expected
+    assert len(events(tmp_path, "threads")) == len(threads) - 1 == len(display.messages)
+
+
+def test_a_compiled_level_keeps_its_threads(tmp_path, dataset):
+    config = run_config(dataset)
+    chosen = replace(plan_of(config), threads=2, lanes=1)
+    watch = ThreadWatch(config, chosen, pytest.fail, Journal(Run(tmp_path), Recorder()), Recorder())
+    watch.looked_at -= ThreadWatch.EVERY_SECONDS
+    watch.busy_cores = lambda: (2.0, 0.5)
+    watch.look(step=7, compiled=True)
 
 
 class Hot(PowerMonitor):
