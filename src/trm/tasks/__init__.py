@@ -4,6 +4,7 @@ from trm.tasks.base import Task
 
 
 def load_task(name: str) -> Task:
-    from trm.tasks import sudoku
+    from trm.tasks import maze, sudoku
 
-    return {sudoku.TASK.name: sudoku.TASK}[name]
+    tasks: tuple[Task, ...] = sudoku.TASK, maze.TASK
+    return next(task for task in tasks if task.name == name)

@@ -172,8 +172,7 @@ def canonical_4x4(puzzle):
 
 
 def test_training_puzzles_may_have_another_number_of_blanks(tmp_path):
-    options = {"size": 6, "blanks": 18, "train_blanks": 22, "train": 60, "test": 30}
-    TASK.build(options, tmp_path / "set", lambda what, done, total: None)
+    build(tmp_path / "set", size=6, blanks=18, train_blanks=22, train=60, test=30)
     blanks = {name: (open_split(tmp_path / "set", name).inputs == 1).sum(1) for name in ("train", "test")}
     assert blanks["train"].tolist() == [22] * 60
     assert blanks["test"].tolist() == [18] * 30
