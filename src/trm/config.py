@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from macbook_optimization.errors import ConfigError
 from macbook_optimization.training_config_adapter import Checkpointing
@@ -188,8 +188,17 @@ class PlanSettings(Section):
     cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
 
 
+TASKS = ("sudoku", "maze", "arc")
+
+
+def _known_task(name: str) -> str:
+    if name not in TASKS and not name.endswith(".py"):
+        raise ValueError(f"there is no task {name!r}{_did_you_mean(name, TASKS)}")
+    return name
+
+
 class RunConfig(Section):
-    task: Literal["sudoku", "maze"]
+    task: Annotated[str, AfterValidator(_known_task)]  # one of TASKS, or a Python file that defines one
     seed: CountOrZero = 0
     data: DataConfig
     model: ModelConfig = ModelConfig()

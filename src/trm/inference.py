@@ -35,6 +35,13 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    tokens: IntArray  # (L,)
+    identifier: int = 0
+    label: IntArray | None = None  # the right answer, where it is known
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     question: IntArray  # (L,)
     answers: IntArray  # (steps, L), the last one settled or at full depth
@@ -66,16 +73,15 @@ def load_answerer(model: TrainedModel) -> Answerer:
 def predict(
     model: TrainedModel,
     answerer: Answerer,
-    question: IntArray,
-    identifier: int = 0,
+    question: Question,
     depth: int | None = None,
     thinking: Mapping[str, Any] | None = None,
 ) -> Prediction:
     """Until the answer has stood still for a few steps, or for exactly `depth` steps; `thinking` may ask for
     `halt`, `tries` and `noise`."""
     answers = answerer.answer(
-        question[None],
-        np.array([identifier]),
+        question.tokens[None],
+        np.array([question.identifier]),
         depth=depth or 4 * model.config.evaluation.depth,
         settle=None if depth else model.config.evaluation.settle or 2,
         **(thinking or {}),
@@ -83,10 +89,10 @@ def predict(
     steps = int(answers.steps[0])
     tokens = answers.tokens[:steps, 0].astype(np.int64)
     return Prediction(
-        question=question,
+        question=question.tokens,
         answers=tokens,
         confidence=float(1 / (1 + np.exp(-answers.halt_logits[-1, 0]))),
-        problem=model.task.judge(question, tokens[-1]),
+        problem=model.task.judge(question.tokens, tokens[-1]),
     )
 
 
@@ -104,13 +110,13 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
     return split
 
 
-def question_of_test_set(split: Split, number: int) -> tuple[IntArray, int]:
-    """A puzzle, counted from 0, and its identifier."""
+def question_of_test_set(split: Split, number: int) -> Question:
+    """Counted from 0."""
     if not 0 <= number < len(split):
         raise DataError(f"There is no test puzzle {number}; there are 0 to {len(split) - 1}")
     chosen = np.array([number])
-    questions, _ = split.rows(chosen)
-    return np.asarray(questions[0]), int(split.identifiers(chosen)[0])
+    questions, labels = split.rows(chosen)
+    return Question(questions[0], int(split.identifiers(chosen)[0]), labels[0])
 
 
 def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:

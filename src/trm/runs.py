@@ -230,6 +230,12 @@ class RunSummary:
     max_steps: int | None
     seconds: float | None
     exact_accuracy: float | None
+    accuracy: float | None  # by the task's own headline: exact, valid or pass@2
+
+
+def headline(best: Mapping[str, Any]) -> float | None:
+    """The figure by which it is the best."""
+    return best.get(best.get("headline", "exact_accuracy"))
 
 
 def list_runs(root: Path) -> list[RunSummary]:
@@ -240,12 +246,13 @@ def summarise(run: Run) -> RunSummary:
     rows = run.rows()
     seconds = rows[-1].get("seconds") if rows else None
     checkpoints = run.checkpoints()
-    accuracy = (checkpoints.best() or {}).get("exact_accuracy")
+    best = checkpoints.best() or {}
+    exact, accuracy = best.get("exact_accuracy"), headline(best)
     step = checkpoints.newest_step() or 0
     try:
         config = run.config
     except (RunError, ConfigError):
-        return RunSummary(str(run.path), None, "unreadable", step, None, seconds, accuracy)
+        return RunSummary(str(run.path), None, "unreadable", step, None, seconds, exact, accuracy)
     target = config.evaluation.target_accuracy
     reached = target is not None and accuracy is not None and accuracy >= target
     return RunSummary(
@@ -255,7 +262,8 @@ def summarise(run: Run) -> RunSummary:
         step=step,
         max_steps=config.training.max_steps,
         seconds=seconds,
-        exact_accuracy=accuracy,
+        exact_accuracy=exact,
+        accuracy=accuracy,
     )
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -44,6 +48,22 @@ def shape_from(values: Mapping[str, int]) -> TaskShape:
         return TaskShape(**values)
     except TypeError as error:
         raise DataError(f"{dict(values)} is not the shape of a dataset") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One cell of a picture."""
+
+    fill: tuple[int, int, int]
+    text: str = ""
+    ink: tuple[int, int, int] = (0, 0, 0)
+    wrong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    tiles: list[list[Tile]]
+    box: tuple[int, int] = (0, 0)  # a heavy line after so many rows and columns
 
 
 class Task(Protocol):
@@ -84,9 +104,33 @@ class Task(Protocol):
         """How to read what `show` draws."""
         ...
 
+    def picture(self, question: IntArray, answer: IntArray, label: IntArray | None) -> Picture:
+        """Cells that are not as the label has them are marked wrong, if the right answer is known."""
+        ...
+
+    def right_answer(self, question: IntArray) -> IntArray | None:
+        """Where the task can find it by itself."""
+        ...
+
     def judge(self, question: IntArray, answer: IntArray) -> str | None:
         """None if the answer obeys the rules; otherwise the first rule that it breaks."""
         ...
+
+    headline: str  # the figure of an evaluation that decides which checkpoint is best
+
+    def scorer(self, dataset: Path) -> Scorer | None:
+        """For figures of its own, besides whether an answer is the label."""
+        ...
+
+
+class Scorer(Protocol):
+    def see(
+        self, inputs: IntArray, identifiers: IntArray, answers: IntArray, beliefs: NDArray[np.float32]
+    ) -> None:
+        """Questions and their last answers, each (B, L), and the halting head's logits."""
+        ...
+
+    def scores(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,57 +160,142 @@ class Split:
         return self.puzzle_identifiers[puzzles]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitArrays:
-    """A split about to be written: one example a puzzle, one puzzle a group."""
+class DatasetWriter:
+    """A dataset in the making. It lies aside until it is whole, and is gone if it never becomes so; arrays go
+    to the disk as they come, so a large set takes no more memory than one group of it."""
 
-    inputs: NDArray[np.uint8]
-    labels: NDArray[np.uint8]
-    shape: TaskShape
+    def __init__(self, directory: Path, made_by: Mapping[str, Any]) -> None:
+        self.directory, self.made_by = directory.resolve(), made_by
+        self.partial = self.directory.with_name(f".{self.directory.name}.partial")
+        self.splits: list[SplitWriter] = []
+        self.names = ["<blank>"]  # of the puzzle identifiers
 
+    def __enter__(self) -> Self:
+        with self._reported():
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        return self
 
-def write_dataset(directory: Path, splits: Mapping[str, SplitArrays], made_by: Mapping[str, Any]) -> None:
-    directory = directory.resolve()
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        for name, split in splits.items():
-            (partial / name).mkdir(parents=True)
-            _write_split(partial / name, split)
-        _write_json(partial / "identifiers.json", ["<blank>"])
-        _write_json(partial / BUILD, {**made_by, "sha256": digests(partial)})
-        for path in (*partial.rglob("*"), partial):
+    def split(self, name: str, seq_len: int, vocab_size: int) -> SplitWriter:
+        with self._reported():
+            self.splits.append(SplitWriter(self.partial / name, seq_len, vocab_size))
+        return self.splits[-1]
+
+    def write_json(self, name: str, value: Any) -> None:
+        with self._reported():
+            _write_json(self.partial / name, value)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                with self._reported():
+                    self._finish()
+            elif isinstance(error, OSError):
+                raise self._failed(error) from error
+        finally:
+            for split in self.splits:
+                split.close()
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _finish(self) -> None:
+        for split in self.splits:
+            split.finish(len(self.names))
+        _write_json(self.partial / "identifiers.json", self.names)
+        _write_json(self.partial / BUILD, {**self.made_by, "sha256": digests(self.partial)})
+        for path in (*self.partial.rglob("*"), self.partial):
             sync(path)
-        partial.rename(directory)
-        sync(directory.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise DataError(f"Cannot write the dataset to {directory}: {error.strerror or error}") from error
+        self.partial.rename(self.directory)
+        sync(self.directory.parent)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> DataError:
+        return DataError(f"Cannot write the dataset to {self.directory}: {error.strerror or error}")
 
 
-def _write_split(directory: Path, split: SplitArrays) -> None:
-    count = len(split.inputs)
-    ends = np.arange(count + 1, dtype=np.int32)
-    arrays: dict[str, NDArray[Any]] = {
-        "inputs": split.inputs,
-        "labels": split.labels,
-        "puzzle_identifiers": np.zeros(count, dtype=np.int32),
-        "puzzle_indices": ends,
-        "group_indices": ends,
-    }
-    for field, array in arrays.items():
-        np.save(directory / f"all__{field}.npy", array)
-    metadata = {
-        **asdict(split.shape),
-        "pad_id": 0,
-        "ignore_label_id": 0,
-        "blank_identifier_id": 0,
-        "total_groups": count,
-        "mean_puzzle_examples": 1.0,
-        "total_puzzles": count,
-        "sets": ["all"],
-    }
-    _write_json(directory / "dataset.json", metadata)
+class SplitWriter:
+    """One half of it. Groups are passed through once an epoch; a group is some puzzles, and a puzzle is some
+    examples with one identifier."""
+
+    def __init__(self, directory: Path, seq_len: int, vocab_size: int) -> None:
+        directory.mkdir()
+        self.directory, self.seq_len, self.vocab_size = directory, seq_len, vocab_size
+        self.files = {name: (directory / f"all__{name}.npy").open("wb") for name in ("inputs", "labels")}
+        for file in self.files.values():
+            file.write(self._header(0))
+        self.examples_of_puzzle: list[NDArray[np.int64]] = []
+        self.puzzles_of_group: list[NDArray[np.int64]] = []
+        self.identifiers: list[NDArray[np.int64]] = []
+
+    def _header(self, num_rows: int) -> bytes:
+        """As long for any number of rows, so that it can be written again when that is known."""
+        header = BytesIO()
+        described = {"descr": "|u1", "fortran_order": False, "shape": (num_rows, self.seq_len)}
+        npy.write_array_header_1_0(header, described)
+        return header.getvalue()
+
+    def add_group(
+        self, identifiers: NDArray[np.int64], inputs: NDArray[np.uint8], labels: NDArray[np.uint8]
+    ) -> None:
+        """Puzzles with equally many examples each: (puzzles, examples, cells)."""
+        puzzles, examples, _ = inputs.shape
+        self._write(inputs, labels)
+        self.identifiers.append(identifiers)
+        self.examples_of_puzzle.append(np.full(puzzles, examples))
+        self.puzzles_of_group.append(np.array([puzzles]))
+
+    def add_examples(self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
+        """Each a puzzle and a group of its own, without an identifier."""
+        self._write(inputs, labels)
+        self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
+        self.examples_of_puzzle.append(np.ones(len(inputs), dtype=np.int64))
+        self.puzzles_of_group.append(np.ones(len(inputs), dtype=np.int64))
+
+    def _write(self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
+        for name, array in (("inputs", inputs), ("labels", labels)):
+            self.files[name].write(np.ascontiguousarray(array, dtype=np.uint8).tobytes())
+
+    def finish(self, num_identifiers: int) -> None:
+        examples, puzzles, identifiers = (
+            np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
+            for parts in (self.examples_of_puzzle, self.puzzles_of_group, self.identifiers)
+        )
+        total = int(examples.sum())
+        for file in self.files.values():
+            file.seek(0)
+            file.write(self._header(total))
+        self.close()
+        for name, array in (
+            ("puzzle_identifiers", identifiers),
+            ("puzzle_indices", np.cumsum([0, *examples])),
+            ("group_indices", np.cumsum([0, *puzzles])),
+        ):
+            np.save(self.directory / f"all__{name}.npy", array.astype(np.int32))
+        metadata = {
+            "seq_len": self.seq_len,
+            "vocab_size": self.vocab_size,
+            "output_vocab_size": self.vocab_size,
+            "num_puzzle_identifiers": num_identifiers,
+            "pad_id": 0,
+            "ignore_label_id": 0,
+            "blank_identifier_id": 0,
+            "total_groups": len(puzzles),
+            "mean_puzzle_examples": total / max(1, len(examples)),
+            "total_puzzles": len(examples),
+            "sets": ["all"],
+        }
+        _write_json(self.directory / "dataset.json", metadata)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
 
 
 class Metadata(BaseModel):

@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from macbook_optimization.errors import DataError
 from trm.config import Count, CountOrZero, Section, parse_section
-from trm.tasks.base import IntArray, Progress, SplitArrays, TaskShape, write_dataset
+from trm.tasks.base import DatasetWriter, IntArray, Picture, Progress, TaskShape, Tile
 
 Grids = NDArray[np.int8 | np.uint8]  # (examples, size, size) of symbols
 Pairs = tuple[Grids, Grids]  # questions and their answers
@@ -104,12 +104,12 @@ class GridTask(ABC):
     def build(self, options: Mapping[str, Any], directory: Path, progress: Progress) -> None:
         asked = parse_section(self.Options, options, "data.build")
         pairs = self._from_file(asked, progress) if asked.file else self.generated(asked, progress)
-        splits = {
-            name: SplitArrays(_tokens(questions), _tokens(answers), self._shape(asked.size))
-            for name, (questions, answers) in pairs.items()
-        }
+        shape = self._shape(asked.size)
         made_by = {"task": self.name, "options": asked.model_dump(mode="json", by_alias=True)}
-        write_dataset(directory, splits, made_by)
+        with DatasetWriter(directory, made_by) as writer:
+            for name, (questions, answers) in pairs.items():
+                split = writer.split(name, shape.seq_len, shape.vocab_size)
+                split.add_examples(_tokens(questions), _tokens(answers))
 
     def check(self, shape: TaskShape) -> None:
         size = self.size_of(shape.seq_len)
@@ -172,10 +172,46 @@ class GridTask(ABC):
     def legend(self, changes: bool, color: bool) -> str:
         return f"changes are {'green' if color else 'starred'}" if changes else ""
 
+    def picture(self, question: IntArray, answer: IntArray, label: IntArray | None) -> Picture:
+        size = self.size_of(len(question))
+        known = label is not None and self.judge(question, answer) is not None
+        wrong = np.zeros(len(answer), dtype=bool)
+        if known and label is not None:
+            wrong = (answer != label) & (label > 0)
+        symbols = self.symbols(size)
+        tiles = [
+            self.tile(symbols, int(question[i]) - 1, int(answer[i]) - 1, bool(wrong[i]))
+            for i in range(size * size)
+        ]
+        return Picture([tiles[i * size : (i + 1) * size] for i in range(size)], self.box(size))
+
+    def tile(self, symbols: str, asked: int, answered: int, wrong: bool) -> Tile:
+        same = asked == answered
+        fill = (235, 235, 235) if same else (255, 255, 255)
+        return Tile(fill, symbols[max(answered, 0)], (0, 0, 0) if same else (30, 80, 200), wrong)
+
+    def box(self, size: int) -> tuple[int, int]:
+        return 0, 0
+
+    def right_answer(self, question: IntArray) -> IntArray | None:
+        size = self.size_of(len(question))
+        try:
+            answers, problems = self.solve((question - 1).reshape(1, size, size).astype(np.int8))
+        except DataError:  # it needs labels
+            return None
+        return None if problems[0] else answers[0].reshape(-1).astype(np.int64) + 1
+
     def judge(self, question: IntArray, answer: IntArray) -> str | None:
         size = self.size_of(len(question))
         asked, answered = ((tokens - 1).reshape(size, size).astype(np.int8) for tokens in (question, answer))
         return self.judge_grid(asked, answered)
+
+    @property
+    def headline(self) -> str:
+        return "valid_accuracy" if self.several_answers else "exact_accuracy"
+
+    def scorer(self, dataset: Path) -> Valid | None:
+        return Valid(self.judge) if self.several_answers else None
 
     # Datasets
 
@@ -296,6 +332,20 @@ class GridTask(ABC):
 
     def parse_answer(self, text: str, size: int) -> Grids:
         return self.parse(text, size)
+
+
+class Valid:
+    """How many answers obey the rules, whether or not they are the label."""
+
+    def __init__(self, judge: Callable[[IntArray, IntArray], str | None]) -> None:
+        self.judge = judge
+        self.valid: list[bool] = []
+
+    def see(self, inputs: IntArray, identifiers: IntArray, answers: IntArray, beliefs: Any) -> None:
+        self.valid += [self.judge(q, a) is None for q, a in zip(inputs, answers, strict=True)]
+
+    def scores(self) -> dict[str, float]:
+        return {"valid_accuracy": float(np.mean(self.valid))}
 
 
 def parse_cells(cells: str, symbols: str, size: int) -> Grids:

@@ -17,10 +17,11 @@ from pydantic import Field, model_validator
 from macbook_optimization.errors import DataError
 from trm.config import Count
 from trm.tasks import maze_puzzles as mazes
-from trm.tasks.base import IGNORE_LABEL, IntArray
+from trm.tasks.base import IGNORE_LABEL, IntArray, Tile
 from trm.tasks.grids import GridOptions, Grids, GridTask, Pairs, parse_cells
 
 WALL, OPEN, START, GOAL, PATH = range(5)
+_FILLS = ((50, 50, 50), (255, 255, 255), (30, 140, 60), (200, 50, 50), (110, 160, 255))
 
 
 class BuildOptions(GridOptions):
@@ -129,6 +130,10 @@ class MazeTask(GridTask):
             return f"{symbol}*" if changed else f"{symbol} "
         style = "\033[2m" if answered == WALL else "\033[32m" if changed else "\033[1m"
         return f"{style}{symbol}\033[0m "
+
+    def tile(self, symbols: str, asked: int, answered: int, wrong: bool) -> Tile:
+        text = {START: "S", GOAL: "G"}.get(answered, "")
+        return Tile(_FILLS[max(answered, 0)], text, (255, 255, 255), wrong)
 
     def legend(self, changes: bool, color: bool) -> str:
         changed = f"; changes are {'green' if color else 'starred'}" if changes else ""

@@ -17,7 +17,7 @@ from pydantic import model_validator
 from macbook_optimization.errors import DataError
 from trm.config import Count
 from trm.tasks import sudoku_puzzles as puzzles
-from trm.tasks.base import IntArray, Progress
+from trm.tasks.base import IntArray, Progress, Tile
 from trm.tasks.grids import GridOptions, Grids, GridTask, Pairs, parse_cells
 
 
@@ -156,6 +156,15 @@ class SudokuTask(GridTask):
             stacks = [row[i : i + box_columns] for i in range(0, size, box_columns)]
             lines.append(" |".join("".join(stack) for stack in stacks))
         return "\n".join(lines)
+
+    def tile(self, symbols: str, asked: int, answered: int, wrong: bool) -> Tile:
+        if asked > 0:
+            return Tile((228, 228, 228), symbols[max(answered, 0)], wrong=wrong)
+        text = symbols[answered] if answered > 0 else ""
+        return Tile((255, 255, 255), text, (30, 80, 200), wrong)
+
+    def box(self, size: int) -> tuple[int, int]:
+        return puzzles.BOX_SHAPES[size]
 
     def legend(self, changes: bool, color: bool) -> str:
         given, changed = ("bold", "green") if color else ("in brackets", "starred")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from trm.backends.base import Answerer
 from trm.config import EvaluationConfig
-from trm.tasks.base import IGNORE_LABEL, Split
+from trm.tasks.base import IGNORE_LABEL, Scorer, Split
 
 EVALUATION_CUT = 4  # without gradients there is memory for at least so many micro-batches
 
@@ -23,7 +24,18 @@ class Evaluation:
     halt_accuracy: float  # the halting head knows whether the answer is right
     mean_steps: float
     accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
+    scores: dict[str, float]  # the task's own figures
     evaluation_seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Flat, for metrics and --json."""
+        facts = asdict(self)
+        return {**facts.pop("scores"), **facts}
+
+    def described(self) -> str:
+        """The figures that a person looks at first."""
+        scores = {"exact": self.exact_accuracy, **self.scores}
+        return "  ".join(f"{name.removesuffix('_accuracy')} {value:6.1%}" for name, value in scores.items())
 
 
 def evaluate(
@@ -32,6 +44,7 @@ def evaluate(
     settings: EvaluationConfig,
     batch_size: int,
     after_chunk: Callable[[int, int], None] = lambda done, total: None,
+    scorer: Scorer | None = None,
 ) -> Evaluation:
     """`after_chunk` hears how many examples are done, and may raise to stop."""
     started = time.monotonic()
@@ -41,18 +54,21 @@ def evaluate(
     for start in range(0, total, batch_size):
         examples = np.arange(start, min(start + batch_size, total))
         inputs, labels = split.rows(examples)
+        identifiers = split.identifiers(examples)
         answers = answerer.answer(
-            inputs, split.identifiers(examples), depth=settings.depth, settle=settings.settle,
+            inputs, identifiers, depth=settings.depth, settle=settings.settle,
             halt=settings.halt, tries=settings.tries, noise=settings.noise,
         )  # fmt: skip
         labelled = labels != IGNORE_LABEL
         right = (answers.tokens == labels) & labelled
-        exact = right.sum(-1) == labelled.sum(-1)
+        exact = (right.sum(-1) == labelled.sum(-1)) & labelled.any(-1)
         exact_by_depth += exact.sum(-1)
         right_tokens += int(right[-1].sum())
         tokens += int(labelled.sum())
         knows += int(((answers.halt_logits[-1] >= 0) == exact[-1]).sum())
         steps += int(answers.steps.sum())
+        if scorer is not None:
+            scorer.see(inputs, identifiers, answers.tokens[-1].astype(np.int64), answers.halt_logits[-1])
         after_chunk(int(examples[-1]) + 1, total)
     return Evaluation(
         examples=total,
@@ -61,5 +77,6 @@ def evaluate(
         halt_accuracy=knows / total,
         mean_steps=steps / total,
         accuracy_by_depth=(exact_by_depth / total).tolist(),
+        scores=scorer.scores() if scorer is not None else {},
         evaluation_seconds=time.monotonic() - started,
     )

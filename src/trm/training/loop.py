@@ -137,7 +137,8 @@ class Trainer:
         self.saver = Saver(settings, self.checkpoints, self.journal, display)
         judged_by = config.evaluation.model_dump(exclude={"every_steps", "target_accuracy"})
         judged_by["data"] = fingerprint(test_split)
-        self.best = BestSoFar(self.saver, judged_by, config.evaluation.target_accuracy)
+        target, headline = config.evaluation.target_accuracy, state.task.headline
+        self.best = BestSoFar(self.saver, judged_by, target, headline)
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
         self.evaluated = 0  # the last step whose weights were evaluated
@@ -293,7 +294,9 @@ class Trainer:
         self.display.message(f"Going back to step {state.step} with {scale:g} of the learning rate.")
 
     def _show(self, log: MetricsLog) -> None:
-        best = f"  exact {self.best.row['exact_accuracy']:.1%}" if self.best.row else ""
+        headline = self.best.headline
+        name = headline.removesuffix("_accuracy")
+        best = f"  {name} {self.best.row[headline]:.1%}" if self.best.row else ""
         facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
         self.display.update("this step", self.state.order.num_slots, self.state.order.num_slots)
         self.display.update("training", self.state.step, self.config.training.max_steps, facts)
@@ -301,11 +304,11 @@ class Trainer:
     def _evaluate(self, check: Callable[[], None]) -> None:
         found = self._answers(check)
         self.evaluated = self.state.step
-        row = {"step": self.state.step, "seconds": self.seconds, **asdict(found)}
+        row = {"step": self.state.step, "seconds": self.seconds, **found.row()}
         self.journal.append("metrics.jsonl", row)
         self.best.offer(row, self._save)
         self.display.message(
-            f"step {row['step']:6d}  {row['seconds']:6.1f} s  exact {found.exact_accuracy:6.1%}  "
+            f"step {row['step']:6d}  {row['seconds']:6.1f} s  {found.described()}  "
             f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
         )
 
@@ -318,7 +321,8 @@ class Trainer:
         while True:
             size = EVALUATION_CUT * self.watch.memory.batch_size
             with suppress(AllocationFailed):
-                return evaluate(answerer, self.test_split, settings, size, after_chunk)
+                scorer = self.state.task.scorer(self.config.data.path)
+                return evaluate(answerer, self.test_split, settings, size, after_chunk, scorer)
             self.watch.make_room(self.state.step)
 
     def _save(self) -> bool:

@@ -121,13 +121,15 @@ class Saver:
 class BestSoFar:
     """The evaluation that answered best, of one very test, and whose weights are safe."""
 
-    def __init__(self, saver: Saver, judged_by: dict[str, Any], target: float | None) -> None:
-        self.saver, self.judged_by, self.target = saver, judged_by, target
+    def __init__(
+        self, saver: Saver, judged_by: dict[str, Any], target: float | None, headline: str
+    ) -> None:
+        self.saver, self.judged_by, self.target, self.headline = saver, judged_by, target, headline
         self.row: dict[str, Any] | None = None
 
     @property
     def reached_target(self) -> bool:
-        return self.target is not None and self.row is not None and self.row["exact_accuracy"] >= self.target
+        return self.target is not None and self.row is not None and self.row[self.headline] >= self.target
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """That of a checkpoint or, if later ones were lost, of the file."""
@@ -136,20 +138,20 @@ class BestSoFar:
         found = {
             best["checkpoint"]: best
             for best in (marked, checked_best(saved))
-            if best and best.get("judged_by") == self.judged_by
+            if best and best.get("judged_by") == self.judged_by and self.headline in best
         }
         there = [best for name, best in found.items() if checkpoints.is_good(name)]
-        self.row = max(there, key=lambda best: float(best["exact_accuracy"]), default=None)
+        self.row = max(there, key=lambda best: float(best[self.headline]), default=None)
         if self.row is not None and self.row != marked:  # it was killed before it could mark it
             self.saver.mark_best(self.row)
 
     def offer(self, evaluation: dict[str, Any], save: Callable[[], bool]) -> None:
         """One that could not be saved is none, unless the run ends here and saves at last."""
         before = self.row
-        if before is not None and evaluation["exact_accuracy"] <= before["exact_accuracy"]:
+        if before is not None and evaluation[self.headline] <= before[self.headline]:
             return
         name = self.saver.checkpoints.path(evaluation["step"]).name
-        self.row = {"checkpoint": name, **evaluation, "judged_by": self.judged_by}
+        self.row = {"checkpoint": name, "headline": self.headline, **evaluation, "judged_by": self.judged_by}
         try:
             saved = save()
         except NonFiniteError:

@@ -5,7 +5,6 @@ Torch, pydantic and rich are imported inside the commands, so that `trm --help` 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from macbook_optimization.errors import DataError, LaptopError
+from trm.cli.common import PATH, json_option, show, write_json
+from trm.cli.data import data
 
 if TYPE_CHECKING:
-    from trm.inference import Prediction, TrainedModel
+    from trm.inference import Prediction, Question, TrainedModel
     from trm.tasks.base import IntArray
     from trm.training.loop import Outcome
-
-DIRECTORY = click.Path(path_type=Path)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 
 
 def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -53,6 +51,9 @@ def cli() -> None:
     """Train a Tiny Recursive Model on the laptop you own."""
 
 
+cli.add_command(data)
+
+
 @cli.command()
 @json_option
 def doctor(as_json: bool) -> None:
@@ -62,7 +63,7 @@ def doctor(as_json: bool) -> None:
 
     with ProgressDisplay() as display:
         found = examine(display)
-    _print(found.to_json(), as_json, page(found))
+    show(found.to_json(), as_json, page(found))
 
 
 @cli.command()
@@ -74,8 +75,8 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Processes a profile."
 )
-@click.option("--out", type=DIRECTORY, metavar="FILE", help="Save everything that was measured, as JSON.")
-@click.option("--compare", type=DIRECTORY, metavar="FILE", help="Faster or slower than when FILE was saved?")
+@click.option("--out", type=PATH, metavar="FILE", help="Save everything that was measured, as JSON.")
+@click.option("--compare", type=PATH, metavar="FILE", help="Faster or slower than when FILE was saved?")
 @json_option
 def bench(
     names: tuple[str, ...], repeats: int, out: Path | None, compare: Path | None, as_json: bool
@@ -97,63 +98,15 @@ def bench(
     with ProgressDisplay() as display:
         report = measure(profiles, repeats, hardware, display)
     compared = reports.compare(report, baseline, compare) if baseline and compare else None
-    _print(reports.facts(report, compared), as_json, reports.page(report, compared))
+    show(reports.facts(report, compared), as_json, reports.page(report, compared))
     if out is not None:  # last: what was measured has been shown, whatever becomes of the file
         reports.write_report(report, out)
-
-
-@cli.group()
-def data() -> None:
-    """Build datasets."""
-
-
-@data.group()
-def build() -> None:
-    """Build a dataset for a task, in the layout that public TRM code reads."""
-
-
-@build.command("sudoku")
-@click.option("--size", type=click.Choice(["4", "6", "9"]), default="9", show_default=True, help="Grid size.")
-@click.option(
-    "--difficulty", type=click.Choice(["easy", "medium", "hard"]), default="hard", show_default=True,
-    help="Of generated puzzles; stands for a number of blanks.",
-)  # fmt: skip
-@click.option("--blanks", type=int, help="Exact number of blanks, instead of a named difficulty.")
-@click.option("--train-blanks", type=int, help="Another number of blanks for training puzzles.")
-@click.option("--train", type=int, help="Training puzzles [default: 2000, or all the file has].")
-@click.option("--test", type=int, default=256, show_default=True, help="Test puzzles, unseen in training.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--from", "file", type=DIRECTORY, help="Read puzzles from CSV or one-per-line text (.gz, .xz).")
-@click.option("--source", help="Only the file's rows with this `source`.")
-@click.option("--test-source", help="Take the test puzzles from the rows with this `source`.")
-@click.option("--out", type=DIRECTORY, required=True, help="Directory of the new dataset.")
-@json_option
-def build_sudoku(out: Path, as_json: bool, size: str, file: Path | None, **options: Any) -> None:
-    """Sudoku puzzles with exactly one solution; no test puzzle is a symmetric copy of a training one."""
-    asked = {key: value for key, value in options.items() if value is not None}
-    asked |= {"size": int(size)} | ({"from": str(file)} if file else {})
-    facts = _build("sudoku", asked, out)
-    _print(
-        facts, as_json, f"{out}: {facts['train']} training and {facts['test']} test puzzles, {size}x{size}"
-    )
-
-
-def _build(task: str, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.tasks import load_task
-    from trm.tasks.base import open_split
-
-    if out.exists():
-        raise DataError(f"{out} is already there", hint="Choose another --out, or remove it first.")
-    with ProgressDisplay() as display:
-        load_task(task).build(options, out, display.update)
-    return {"path": str(out), **{name: len(open_split(out, name)) for name in ("train", "test")}}
 
 
 @cli.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--run", "run", type=DIRECTORY, help="Run directory [default: runs/RECIPE].")
+@click.option("--run", "run", type=PATH, help="Run directory [default: runs/RECIPE].")
 @click.option("--fresh", is_flag=True, help="Set an earlier run in that directory aside and start anew.")
 @click.option(
     "--max-minutes", type=click.FloatRange(min=0, min_open=True), help="Stop this start after so long."
@@ -187,7 +140,7 @@ def train(
         with ProgressDisplay() as display:
             job = prepare(config, path, display, fresh=fresh, fit=fit)
         outcome = supervise(job, Limits(max_minutes * 60 if max_minutes else None, max_steps), lock)
-    _print(_outcome_facts(outcome), as_json, _outcome_text(outcome))
+    show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)
 
@@ -203,6 +156,8 @@ def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def _outcome_text(outcome: Outcome) -> str:
+    from trm.runs import headline
+
     why = {
         "target": "Reached the target",
         "max_steps": "Trained all steps",
@@ -215,9 +170,12 @@ def _outcome_text(outcome: Outcome) -> str:
     if outcome.reason == "max_steps" and outcome.target and outcome.best:
         lines.append(f"The target of {outcome.target:.0%} was not reached.")
     if outcome.best:
+        best = outcome.best
+        how = {"exact_accuracy": "exactly", "valid_accuracy": "by the rules"}
+        judged = how.get(best.get("headline", "exact_accuracy"), f"({best.get('headline')})")
         lines.append(
-            f"Best: {outcome.best['exact_accuracy']:.1%} of {outcome.best['examples']} unseen puzzles solved "
-            f"exactly (step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
+            f"Best: {headline(best):.1%} of {best['examples']} unseen puzzles solved {judged} "
+            f"(step {best['step']}, {best['seconds']:.0f} s)."
         )
     lines.append(f"The run is in {outcome.run}.")
     if outcome.reason == "limit":
@@ -228,16 +186,23 @@ def _outcome_text(outcome: Outcome) -> str:
 
 
 @cli.command("eval")
-@click.argument("run", type=DIRECTORY)
-@click.option("--data", "dataset", type=DIRECTORY, help="Dataset [default: the run's own].")
+@click.argument("run", type=PATH)
+@click.option("--data", "dataset", type=PATH, help="Dataset [default: the run's own].")
 @click.option("--depth", type=click.IntRange(min=1), help="Steps at test time [default: the recipe's].")
 @click.option(
     "--settle", type=click.IntRange(min=1), help="Stop a puzzle once its answer stood so many steps."
 )
+@click.option("--submission", type=PATH, help="ARC: write two attempts for every test, as the competition asks.")
 @thinking_options
 @json_option
 def evaluate(
-    run: Path, dataset: Path | None, depth: int | None, settle: int | None, as_json: bool, **thinking: Any
+    run: Path,
+    dataset: Path | None,
+    depth: int | None,
+    settle: int | None,
+    submission: Path | None,
+    as_json: bool,
+    **thinking: Any,
 ) -> None:
     """How many unseen puzzles the best checkpoint of RUN solves."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
@@ -247,7 +212,9 @@ def evaluate(
 
     model = open_model(run)
     path = dataset or model.config.data.path
-    split = open_test_set(model, dataset)
+    split, scorer = open_test_set(model, dataset), model.task.scorer(path)
+    if submission is not None and not hasattr(scorer, "submission"):
+        raise DataError(f"{run} is no run of ARC: there is nothing to submit")
     settings = model.config.evaluation
     if depth or settle:  # an explicit depth is gone through to its end
         changes = {"depth": depth or settings.depth, "settle": settle}
@@ -260,18 +227,21 @@ def evaluate(
             settings,
             EVALUATION_CUT * model.plan.micro_batch_size,
             lambda done, total: display.update("evaluating", done, total),
+            scorer,
         )
-    facts = {"run": str(run), "data": str(path), "step": model.checkpoint.step, **asdict(result)}
+    if submission is not None:
+        write_json(submission, scorer.submission())
+    facts = {"run": str(run), "data": str(path), "step": model.checkpoint.step, **result.row()}
     curve = ", ".join(
         f"{accuracy:.1%} after {i + 1}" for i, accuracy in _milestones(result.accuracy_by_depth)
     )
     text = (
         f"{run}, step {model.checkpoint.step}, on {result.examples} test puzzles of {path}:\n"
-        f"exact {result.exact_accuracy:.1%}, cells {result.token_accuracy:.2%}, "
+        f"{result.described()}  cells {result.token_accuracy:.2%}, "
         f"halting head right {result.halt_accuracy:.1%}, {result.mean_steps:.1f} steps a puzzle\n"
         f"exact by depth: {curve}"
     )
-    _print(facts, as_json, text)
+    show(facts, as_json, text)
 
 
 def _milestones(values: list[float]) -> list[tuple[int, float]]:
@@ -281,11 +251,13 @@ def _milestones(values: list[float]) -> list[tuple[int, float]]:
 
 
 @cli.command()
-@click.argument("run", type=DIRECTORY)
+@click.argument("run", type=PATH)
 @click.argument("puzzle", required=False)
 @click.option("--example", type=int, help="Instead of PUZZLE: this puzzle of the run's test set, from 0.")
-@click.option("--data", "dataset", type=DIRECTORY, help="Dataset of --example [default: the run's own].")
+@click.option("--data", "dataset", type=PATH, help="Dataset of --example [default: the run's own].")
 @click.option("--steps", is_flag=True, help="Show how the answer changes from step to step.")
+@click.option("--png", type=PATH, help="Draw the answer into this file; wrong cells are framed in red.")
+@click.option("--gif", type=PATH, help="Draw into this file how the answer forms, one frame a step.")
 @click.option(
     "--depth", type=click.IntRange(min=1), help="Exactly so many steps [default: until it settles]."
 )
@@ -297,6 +269,8 @@ def predict(
     example: int | None,
     dataset: Path | None,
     steps: bool,
+    png: Path | None,
+    gif: Path | None,
     depth: int | None,
     as_json: bool,
     **thinking: Any,
@@ -316,21 +290,40 @@ def predict(
     else:
         given = sys.stdin.buffer.read().decode(errors="replace") if puzzle == "-" else None
         texts = [puzzle or ""] if given is None else [line for line in given.splitlines() if line.strip()]
-        questions = [(_encoded(model, text, number), 0) for number, text in enumerate(texts, start=1)]
+        questions = [_encoded(model, text, number) for number, text in enumerate(texts, start=1)]
         if not questions:
             raise DataError("There was no puzzle on standard input")
+    if (png or gif) and len(questions) > 1:
+        raise click.UsageError("--png and --gif draw one puzzle; there are several.")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
     answerer = load_answerer(model)
-    for question, identifier in questions:
-        prediction = predict_one(model, answerer, question, identifier, depth, _asked(thinking))
+    for question in questions:
+        prediction = predict_one(model, answerer, question, depth, _asked(thinking))
+        if png or gif:
+            _draw(model, question, prediction.answers, png, gif)
         text = describe(model.task, prediction, steps=steps, color=color, width=width)
-        _print(_prediction_facts(model, prediction), as_json, text)
+        show(_prediction_facts(model, prediction), as_json, text)
 
 
-def _encoded(model: TrainedModel, text: str, number: int) -> IntArray:
+def _draw(model: TrainedModel, question: Question, answers: IntArray, png: Path | None, gif: Path | None) -> None:
+    from trm.pictures import write_gif, write_png
+
+    task, label = model.task, question.label
+    if label is None:
+        label = task.right_answer(question.tokens)
+    pictures = [task.picture(question.tokens, answer, label) for answer in answers]
+    if png is not None:
+        write_png(png, pictures[-1])
+    if gif is not None:
+        write_gif(gif, pictures)
+
+
+def _encoded(model: TrainedModel, text: str, number: int) -> Question:
+    from trm.inference import Question
+
     try:
-        return model.task.encode(text, model.shape)
+        return Question(model.task.encode(text, model.shape))
     except DataError as error:
         raise DataError(f"Puzzle {number}: {error}", hint=error.hint) from error
 
@@ -347,7 +340,7 @@ def _prediction_facts(model: TrainedModel, prediction: Prediction) -> dict[str, 
 
 
 @cli.command()
-@click.argument("root", type=DIRECTORY, default=Path("runs"))
+@click.argument("root", type=PATH, default=Path("runs"))
 @json_option
 def runs(root: Path, as_json: bool) -> None:
     """List the runs under ROOT [default: runs]."""
@@ -357,10 +350,10 @@ def runs(root: Path, as_json: bool) -> None:
     lines = [
         f"{run.path}  {run.task or '?'}  {run.state}  step {run.step}/{run.max_steps or '?'}"
         + (f"  {run.seconds:.0f} s" if run.seconds is not None else "")
-        + (f"  exact {run.exact_accuracy:.1%}" if run.exact_accuracy is not None else "")
+        + (f"  solved {run.accuracy:.1%}" if run.accuracy is not None else "")
         for run in found
     ]
-    _print([asdict(run) for run in found], as_json, "\n".join(lines) or f"There are no runs in {root}.")
+    show([asdict(run) for run in found], as_json, "\n".join(lines) or f"There are no runs in {root}.")
 
 
 @cli.group()
@@ -369,7 +362,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("verify")
-@click.argument("run", type=DIRECTORY)
+@click.argument("run", type=PATH)
 @json_option
 def verify_checkpoints(run: Path, as_json: bool) -> None:
     """Read every checkpoint of RUN to its last byte, and say which one would be resumed.
@@ -381,7 +374,7 @@ def verify_checkpoints(run: Path, as_json: bool) -> None:
 
     with ProgressDisplay() as display:
         found = verify(run, display.update)
-    _print(asdict(found), as_json, verdict(found))
+    show(asdict(found), as_json, verdict(found))
     if any(each["damage"] and each["name"].startswith("step-") for each in found.checkpoints):
         sys.exit(1)
 
@@ -390,7 +383,7 @@ def verify_checkpoints(run: Path, as_json: bool) -> None:
 @click.argument("source", type=click.Path(path_type=Path, exists=True))
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--run", "run", type=DIRECTORY, required=True, help="New run directory.")
+@click.option("--run", "run", type=PATH, required=True, help="New run directory.")
 @click.option("--new-head", is_flag=True, help="Begin the head anew, and token embeddings that do not fit.")
 @json_option
 def import_checkpoint(
@@ -414,12 +407,12 @@ def import_checkpoint(
     text = f"{run} holds the weights of {source}; try: trm eval {run}"
     if new:
         text = f"{run} holds the weights of {source}, but for these, which are new: {', '.join(new)}"
-    _print({"run": str(run), "step": 0, "new": new}, as_json, text)
+    show({"run": str(run), "step": 0, "new": new}, as_json, text)
 
 
 @checkpoint.command("export")
-@click.argument("run", type=DIRECTORY)
-@click.argument("file", type=DIRECTORY)
+@click.argument("run", type=PATH)
+@click.argument("file", type=PATH)
 @click.option(
     "--averaged/--raw", default=True, show_default=True, help="Averaged weights, or those of the step."
 )
@@ -435,11 +428,7 @@ def export_checkpoint(run: Path, file: Path, averaged: bool, compiled: bool, as_
     from trm.backends.pytorch.exchange import export_reference
 
     step = export_reference(run, file, averaged=averaged, compiled=compiled)
-    _print({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")
-
-
-def _print(facts: Any, as_json: bool, text: str) -> None:
-    click.echo(json.dumps(facts) if as_json else text)
+    show({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")
 
 
 def main() -> None:
