@@ -21,6 +21,7 @@ BUILD = "build.json"  # in a set that was built here: how, and the sha256 of its
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 # What NumPy raises for headers cut short or with a byte changed; the last three pass through its parser.
 _BAD_HEADER = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, TokenError)
+_SCAN_BYTES = 8 * 2**20
 AGAIN = "Build the dataset again, or copy it again."
 
 
@@ -82,6 +83,31 @@ def array_file(path: Path) -> ArrayFile:
         wrong = f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers"
         raise DataError(wrong, hint=AGAIN)
     return ArrayFile(path, array.dtype, array.shape, array.offset, not array.flags.c_contiguous)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Of an array, whatever its file is called and how its header is written."""
+
+    sha256: str
+    least: int
+    most: int
+
+
+def scan(file: ArrayFile) -> Content:
+    """Reads it once, a few megabytes at a time."""
+    rows = max(1, _SCAN_BYTES // max(1, file.row_bytes))
+    digest = hashlib.sha256()
+    extremes = []
+    for start in range(0, len(file), rows):
+        part = file.rows(start, min(start + rows, len(file)))
+        digest.update(part.data)
+        extremes.append((int(part.min()), int(part.max())))
+    return Content(
+        digest.hexdigest(),
+        least=min((low for low, _ in extremes), default=0),
+        most=max((high for _, high in extremes), default=0),
+    )
 
 
 @dataclass(frozen=True, slots=True)

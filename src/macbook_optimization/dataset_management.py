@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -35,6 +35,7 @@ from macbook_optimization.dataset_files import (
     open_files,
     read_headers,
 )
+from macbook_optimization.dataset_rows import RowReader
 from macbook_optimization.durable_files import make_directory, remove_directory, sync, write_synced
 from macbook_optimization.errors import ConfigError, DataError
 
@@ -161,7 +162,9 @@ class DatasetManager:
         return self._analyze([read_headers(Path(path), split) for path in paths])
 
     def _analyze(self, splits: Sequence[SplitFiles]) -> DatasetAnalysis:
-        num_bytes = sum(files.num_bytes for files in splits)
+        return self._analysis(sum(files.num_bytes for files in splits), sum(map(len, splits)))
+
+    def _analysis(self, num_bytes: int, num_examples: int) -> DatasetAnalysis:
         available = self.available_memory
         if available is None:
             available = psutil.virtual_memory().available
@@ -170,9 +173,15 @@ class DatasetManager:
             total_size_mb=num_bytes / MIB,
             recommended_strategy=strategy,
             memory_utilization_percent=100 * num_bytes / max(available, 1),
-            num_examples=sum(map(len, splits)),
+            num_examples=num_examples,
             reason=reason,
         )
+
+    def open_rows(self, files: Mapping[str, ArrayFile]) -> RowReader:
+        """Rows in any order, as training needs them, by the strategy for this machine."""
+        analysis = self._analysis(sum(file.num_bytes for file in files.values()), len(files["inputs"]))
+        kept = int(self.settings.chunk_size_mb * MIB) if self.settings.enable_caching else MIB
+        return RowReader(files, analysis.recommended_strategy, kept, analysis.reason)
 
     def create_memory_efficient_dataloader(
         self, dataset_path: str | Path, batch_size: int, split: str = "train"

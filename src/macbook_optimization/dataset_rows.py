@@ -32,9 +32,11 @@ _PAGE = mmap.PAGESIZE
 class RowReader:
     """Inputs and labels of a split; `strategy` is "memory", "mapped" or "streaming"."""
 
-    def __init__(self, arrays: Mapping[str, ArrayFile], strategy: str, cache_bytes: int) -> None:
+    def __init__(
+        self, arrays: Mapping[str, ArrayFile], strategy: str, cache_bytes: int = 0, reason: str = ""
+    ) -> None:
         self.files = arrays["inputs"], arrays["labels"]
-        self.cache = RowCache(cache_bytes)
+        self.cache, self.reason = RowCache(cache_bytes), reason
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
         self.descriptors: tuple[int, ...] = ()

@@ -157,8 +157,20 @@ class CheckpointsConfig(Section):
     keep_every_hours: Annotated[Positive, Field(le=1e6)] | None = None  # and one of every so many, for good
 
 
+class LoadingConfig(Section):
+    """How a dataset is read: in memory, mapped, or row by row (`DatasetSettings` says what decides)."""
+
+    streaming_threshold_mb: PositiveOrZero = 200.0
+    cache_threshold_mb: PositiveOrZero = 100.0
+    chunk_size_mb: Positive = 50.0
+    enable_caching: bool = True
+    auto_fallback_streaming: bool = True
+    force_streaming_mode: bool = False
+
+
 class DataConfig(Section):
     path: Path
+    loading: LoadingConfig = LoadingConfig()
     augment: bool = True
     build: dict[str, Any] | None = None  # the task's own options, used when nothing lies at `path`
 

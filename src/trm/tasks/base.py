@@ -7,7 +7,6 @@ it is complete or absent; what it holds is checked when it is opened.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,18 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from macbook_optimization.dataset_files import AGAIN, BUILD, FIELDS, array_file, check_digests, digests
+from macbook_optimization.dataset_files import (
+    AGAIN,
+    BUILD,
+    FIELDS,
+    Content,
+    array_file,
+    check_digests,
+    digests,
+    scan,
+)
+from macbook_optimization.dataset_management import DatasetManager
+from macbook_optimization.dataset_rows import RowReader
 from macbook_optimization.durable_files import sync
 from macbook_optimization.errors import DataError
 
@@ -135,7 +145,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One half of a dataset. Inputs and labels are memory-mapped and read by row."""
+    """One half of a dataset. Inputs and labels are read by row; the maps of them are to look at."""
 
     shape: TaskShape
     ignore_label: int | None
@@ -144,13 +154,14 @@ class Split:
     puzzle_identifiers: IntArray
     puzzle_indices: IntArray
     group_indices: IntArray
+    reader: RowReader
+    digests: Mapping[str, str]  # of what the arrays hold, however it is stored
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.reader)
 
     def rows(self, examples: IntArray) -> tuple[IntArray, IntArray]:
-        inputs = self.inputs[examples].astype(np.int64)
-        labels = self.labels[examples].astype(np.int64)
+        inputs, labels = (rows.astype(np.int64) for rows in self.reader.take(examples))
         if self.ignore_label is not None:
             labels[labels == self.ignore_label] = IGNORE_LABEL
         return inputs, labels
@@ -315,21 +326,39 @@ class Metadata(BaseModel):
         return TaskShape(self.seq_len, self.vocab_size, output_vocab_size, self.num_puzzle_identifiers)
 
 
-def open_split(dataset: Path, name: str) -> Split:
-    """Maps the arrays, and checks that they are whole and belong together."""
+def open_split(
+    dataset: Path,
+    name: str,
+    *,
+    manager: DatasetManager | None = None,
+    trusted: Mapping[str, str] | None = None,
+) -> Split:
+    """Checks that the arrays are whole and belong together, which reads all of them once. Who has the digests
+    of a process that did so may pass them. A manager chooses how rows are read; without one they are mapped."""
     directory = dataset / name
     if not directory.is_dir():
         missing = f"There is no dataset at {dataset}"
         wrong = f"{dataset} is not a dataset: there is no {name}/ in it"
         raise DataError(wrong if dataset.is_dir() else missing, hint="Build one with: trm data build")
     metadata = _read_metadata(directory / "dataset.json")
-    arrays = {field: array_file(directory / f"{metadata.sets[0]}__{field}.npy").mapped() for field in FIELDS}
+    files = {field: array_file(directory / f"{metadata.sets[0]}__{field}.npy") for field in FIELDS}
+    arrays = {field: file.mapped() for field, file in files.items()}
     problems = _problems(arrays, metadata.shape)
+    if not problems and trusted is None:
+        found = {field: scan(file) for field, file in files.items()}
+        problems = _values_outside(found, metadata.shape)
+        trusted = {field: content.sha256 for field, content in found.items()}
+        trusted["ignored label"] = str(metadata.ignore_label_id)
+        if not problems:
+            check_digests(dataset, name)
     if problems:
         raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
-    check_digests(dataset, name)
     indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
-    return Split(metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices)
+    return Split(
+        metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices,
+        reader=RowReader(files, "mapped") if manager is None else manager.open_rows(files),
+        digests=trusted or {},
+    )  # fmt: skip
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -362,24 +391,25 @@ def _problems(arrays: Mapping[str, NDArray[Any]], shape: TaskShape) -> list[str]
             found.append(f"{field} has shape {array.shape}")
         elif array[0] != 0 or array[-1] != last or (np.diff(array.astype(np.int64)) < 1).any():
             found.append(f"{field} does not count up to {last}")
-    if found:
-        return found
-    for field, limit in (
-        ("inputs", shape.vocab_size),
-        ("labels", shape.output_vocab_size),
-        ("puzzle_identifiers", shape.num_puzzle_identifiers),
-    ):
-        least, most = int(arrays[field].min()), int(arrays[field].max())
-        if least < 0 or most >= limit:
-            found.append(f"{field} holds {least} to {most}; 0 to {limit - 1} exist")
     return found
+
+
+def _values_outside(found: Mapping[str, Content], shape: TaskShape) -> list[str]:
+    limits = {
+        "inputs": shape.vocab_size,
+        "labels": shape.output_vocab_size,
+        "puzzle_identifiers": shape.num_puzzle_identifiers,
+    }
+    return [
+        f"{field} holds {found[field].least} to {found[field].most}; 0 to {limit - 1} exist"
+        for field, limit in limits.items()
+        if found[field].least < 0 or found[field].most >= limit
+    ]
 
 
 def fingerprint(split: Split) -> dict[str, str]:
     """Of what is learned from: the same for a copy of a dataset elsewhere."""
-    arrays = {field: np.ascontiguousarray(getattr(split, field)) for field in FIELDS}
-    digests = {field: hashlib.sha256(array.data).hexdigest() for field, array in arrays.items()}
-    return {**digests, "ignored label": str(split.ignore_label)}
+    return dict(split.digests)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.children import Tell
+from macbook_optimization.dataset_management import DatasetManager, DatasetSettings
 from macbook_optimization.errors import AllocationFailed, DataError, NonFiniteError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.memory_management import peak_bytes
@@ -64,21 +65,34 @@ class Outcome:
 
 
 def train_in_child(
-    config: Mapping[str, Any], run: str, plan: Mapping[str, Any], limits: Mapping[str, Any], tell: Tell
+    config: Mapping[str, Any],
+    run: str,
+    plan: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    data: Mapping[str, Mapping[str, str]],
+    tell: Tell,
 ) -> dict[str, Any]:
     """What the supervisor starts. A step that cannot be had in memory ends the process, not the run."""
     recipe = RunConfig.model_validate(config)
     try:
         with ProgressDisplay() as display:
-            outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display)
+            outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display, data)
     except (AllocationFailed, MemoryError):
         sys.exit(NO_MEMORY)
     return {**asdict(outcome), "run": str(outcome.run)}
 
 
-def train(config: RunConfig, path: Path, plan: Plan, limits: Limits, display: Display) -> Outcome:
+def train(
+    config: RunConfig,
+    path: Path,
+    plan: Plan,
+    limits: Limits,
+    display: Display,
+    data: Mapping[str, Mapping[str, str]] | None = None,
+) -> Outcome:
+    """`data` are the digests of the halves of the dataset, from who has just read and checked it."""
     task = load_task(config.task)
-    splits = open_splits(config, task)
+    splits = open_splits(config, task, data)
     run, backend = open_run(path, config), load_backend()
 
     def set_threads(threads: int) -> None:
@@ -106,8 +120,15 @@ def describe_machine() -> dict[str, Any]:
     return replace(detector.detect(with_torch=False), platform=platform).to_json()
 
 
-def open_splits(config: RunConfig, task: Task) -> tuple[Split, Split]:
-    train_split, test_split = (open_split(config.data.path, name) for name in ("train", "test"))
+def open_splits(
+    config: RunConfig, task: Task, trusted: Mapping[str, Mapping[str, str]] | None = None
+) -> tuple[Split, Split]:
+    """As the data manager would read them on this machine."""
+    manager = DatasetManager(DatasetSettings(**config.data.loading.model_dump()))
+    train_split, test_split = (
+        open_split(config.data.path, name, manager=manager, trusted=(trusted or {}).get(name))
+        for name in ("train", "test")
+    )
     if train_split.shape != test_split.shape:
         raise DataError(f"The train and test halves of {config.data.path} have different shapes")
     task.check(train_split.shape)
@@ -128,7 +149,8 @@ class Trainer:
     ) -> None:
         self.config, self.state, self.test_split, self.display = config, state, test_split, display
         self.directory, self.journal = run, Journal(run, display)
-        self.watch = MemoryWatch(config, state.plan, self.journal, display)
+        release = state.split.reader.fall_back
+        self.watch = MemoryWatch(config, state.plan, self.journal, display, release)
         self.power = PowerWatch(config.plan, PowerMonitor())
         self.threads = ThreadWatch(config, state.plan, set_threads, self.journal, display)
         self.compiling = Compiling(config, state.plan, state.split.shape, self.journal, display)

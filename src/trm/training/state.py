@@ -97,7 +97,9 @@ class TrainingState:
             learning_rate=factor * training.learning_rate,
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
         )
-        result = self.learner.step(self.batch(slots, step), settings, next_cut)
+        batch = self.batch(slots, step)
+        self.split.reader.ahead(self.order.examples(slots.k + 1)[0])  # at most what the next step asks for
+        result = self.learner.step(batch, settings, next_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob

@@ -21,7 +21,7 @@ from macbook_optimization.training_config_adapter import TrainingConfigAdapter, 
 from trm.config import RunConfig, differences
 from trm.runs import Plan, Run, open_run, set_aside
 from trm.tasks import load_task
-from trm.tasks.base import Task
+from trm.tasks.base import Task, fingerprint
 from trm.training.compiling import compiler_cache
 from trm.training.fitting import estimate, fitted, too_large
 from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
@@ -40,6 +40,7 @@ class Job:
     run: Run
     plan: Plan
     planner: Planner
+    data: dict[str, dict[str, str]]  # digests of the halves of the dataset
 
 
 def prepare(
@@ -50,7 +51,7 @@ def prepare(
     if config.data.build is not None:
         task.shape(config.data.build)  # says what is wrong with the options, also where nothing is built
     build_if_missing(config, task, display)
-    train_split, _ = open_splits(config, task)
+    train_split, test_split = open_splits(config, task)
     if fresh and (aside := set_aside(path)):
         display.message(f"The earlier run is now {aside}.")
     hardware = HardwareDetector().detect(with_torch=False)
@@ -67,7 +68,8 @@ def prepare(
     display.message("Plan: " + "\n      ".join(plan.explain()))
     if (forecast := _forecast(planner.config, plan)) is not None:
         display.message(forecast)
-    return Job(planner.config, run, plan, planner)
+    data = {"train": fingerprint(train_split), "test": fingerprint(test_split)}
+    return Job(planner.config, run, plan, planner, data)
 
 
 def _plan_so_far(run: Run, planner: Planner) -> Plan | None:
@@ -153,6 +155,7 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
                     "run": str(job.run.path),
                     "plan": plan.to_json(),
                     "limits": asdict(_remaining(limits, time.monotonic() - started)),
+                    "data": job.data,
                 },
                 environment={
                     **environment(plan.threads, compact=plan.allocator == "compact"),

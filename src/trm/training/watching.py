@@ -123,8 +123,11 @@ class PowerWatch:
 class MemoryWatch:
     """The micro-batch of the moment: the plan's, or less while the machine has no room for it."""
 
-    def __init__(self, config: RunConfig, plan: Plan, journal: Journal, display: Display) -> None:
+    def __init__(
+        self, config: RunConfig, plan: Plan, journal: Journal, display: Display, release: Callable[[], bool]
+    ) -> None:
         settings = config.plan
+        self.release = release  # what is held in memory for speed only
         self.monitor = MemoryMonitor()
         self.memory = MemoryManager(
             batch_size=plan.micro_batch_size,
@@ -157,6 +160,9 @@ class MemoryWatch:
 
     def _tell(self, adjustment: Adjustment, step: int) -> None:
         what = "shrunk" if adjustment.after < adjustment.before else "grown"
+        if what == "shrunk" and self.release():
+            self.journal.event("data mapped", step=step, reason=adjustment.reason)
+            self.display.message(f"The dataset is no longer held in memory: {adjustment.reason}.")
         self.journal.event(f"batch {what}", step=step, **asdict(adjustment))
         self.display.message(
             f"The micro-batch is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
