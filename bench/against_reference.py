@@ -169,15 +169,16 @@ def our_steps(shape: Shape, threads: int, cut: str, checkpointing: str, compiled
 
 
 def fastest_cut(learner: Learner, shape: Shape, batch: StepBatch, lanes: int) -> int:
-    sizes = [lanes * 2**i for i in range(4) if lanes * 2**i <= shape.batch] or [shape.batch]
-    seconds = {}
-    for size in sizes:
-        for _ in range(2):  # the first one warms up
-            started = time.perf_counter()
+    """The best of a few rounds each, interleaved: noise only ever makes a step slower."""
+    sizes = [lanes * 2**i for i in range(5) if lanes * 2**i <= shape.batch] or [shape.batch]
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(3):
+        for size, times in seconds.items():
             part = batch.first(max(size, min(8, shape.batch)))
+            started = time.perf_counter()
             learner.step(part, StepSettings(1, shape.model.H_cycles, 0.0, 0.0), lambda done, n=size: n)  # type: ignore[misc]
-            seconds[size] = (time.perf_counter() - started) / len(part.inputs)
-    return min(seconds, key=lambda size: seconds[size])
+            times.append((time.perf_counter() - started) / len(part.inputs))
+    return min(seconds, key=lambda size: min(seconds[size]))
 
 
 def work(arguments: argparse.Namespace) -> None:
