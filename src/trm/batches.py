@@ -7,7 +7,7 @@ slots, and however often the run was interrupted. A slot is three integers; the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -85,16 +85,28 @@ class Order:
     num_slots: int
     group_indices: IntArray  # group g is puzzles group_indices[g] : group_indices[g + 1]
     puzzle_indices: IntArray  # puzzle p is examples puzzle_indices[p] : puzzle_indices[p + 1]
+    easiest: IntArray | None = None  # groups by difficulty, for a curriculum
+    open_groups: Callable[[int], int] | None = None  # how many of them in this stage of it
 
-    def examples(self, k: IntArray) -> tuple[IntArray, IntArray]:
-        """(example, puzzle) that each slot takes as its k-th."""
-        slots = np.arange(self.num_slots)
-        num_groups = len(self.group_indices) - 1
-        epoch, position = np.divmod(k * self.num_slots + slots, num_groups)
-        groups = permuted(position, num_groups, random_words(self.seed, Purpose.ORDER, epoch))
+    def examples(self, k: IntArray, stage: IntArray | int = 0) -> tuple[IntArray, IntArray]:
+        """(example, puzzle) that each slot takes as its k-th, if it took it in this stage of a curriculum."""
+        groups = np.empty(self.num_slots, dtype=np.int64)
+        stages = np.broadcast_to(np.asarray(stage, dtype=np.int64), groups.shape)
+        for each in np.unique(stages):
+            here = stages == each
+            groups[here] = self._groups(k[here], np.flatnonzero(here), int(each))
         draws = self.draws(Purpose.CHOICE, k, 2)
         puzzles = _draw_between(self.group_indices, groups, draws[:, 0])
         return _draw_between(self.puzzle_indices, puzzles, draws[:, 1]), puzzles
+
+    def _groups(self, k: IntArray, slots: IntArray, stage: int) -> IntArray:
+        num_groups = len(self.group_indices) - 1
+        if self.easiest is not None and self.open_groups is not None:
+            num_groups = self.open_groups(stage)
+        epoch, position = np.divmod(k * self.num_slots + slots, num_groups)
+        counters = (epoch, stage) if stage else (epoch,)
+        groups = permuted(position, num_groups, random_words(self.seed, Purpose.ORDER, *counters))
+        return groups if self.easiest is None else self.easiest[groups]
 
     def draws(self, purpose: Purpose, k: IntArray, count: int) -> FloatArray:
         """So many for each slot's k-th example."""
@@ -116,6 +128,7 @@ class Slots:
     """How far each slot is. Saved in every checkpoint, and all that has to be."""
 
     k: IntArray  # which example, counted from 0; -1 before the first
+    stage: IntArray  # of the curriculum in which it was taken
     supervised: IntArray  # supervision steps that this example has had
     halted: BoolArray  # takes its next example at the next step
 
@@ -123,17 +136,20 @@ class Slots:
     def new(cls, num_slots: int) -> Slots:
         return cls(
             k=np.full(num_slots, -1, dtype=np.int64),
+            stage=np.zeros(num_slots, dtype=np.int64),
             supervised=np.zeros(num_slots, dtype=np.int64),
             halted=np.ones(num_slots, dtype=bool),
         )
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, list[int]], num_slots: int) -> Slots:
-        wrong = [name for name in ("k", "supervised", "halted") if len(lists.get(name, ())) != num_slots]
+        lists = {"stage": [0] * num_slots, **lists}  # which older versions did not know
+        wrong = [name for name in ("k", "stage", "supervised", "halted") if len(lists.get(name, ())) != num_slots]
         if wrong:
             raise CheckpointError(f"The slots' {', '.join(wrong)} are not {num_slots} numbers")
         return cls(
             k=np.array(lists["k"], dtype=np.int64),
+            stage=np.array(lists["stage"], dtype=np.int64),
             supervised=np.array(lists["supervised"], dtype=np.int64),
             halted=np.array(lists["halted"], dtype=bool),
         )
@@ -141,20 +157,22 @@ class Slots:
     def to_lists(self) -> dict[str, list[int]]:
         return {
             "k": self.k.tolist(),
+            "stage": self.stage.tolist(),
             "supervised": self.supervised.tolist(),
             "halted": self.halted.astype(int).tolist(),
         }
 
-    def refilled(self) -> Slots:
-        """Halted slots move on to their next example."""
+    def refilled(self, stage: int = 0) -> Slots:
+        """Halted slots move on to their next example, of the curriculum's present stage."""
         return Slots(
             k=self.k + self.halted,
+            stage=np.where(self.halted, stage, self.stage),
             supervised=np.where(self.halted, 0, self.supervised),
             halted=np.zeros_like(self.halted),
         )
 
     def all_halted(self) -> Slots:
-        return Slots(self.k, self.supervised, np.ones_like(self.halted))
+        return Slots(self.k, self.stage, self.supervised, np.ones_like(self.halted))
 
     @property
     def fresh(self) -> BoolArray:
@@ -172,4 +190,4 @@ class Slots:
         )
         least = np.where(draws[:, 0] < exploration, 2 + (draws[:, 1] * (max_steps - 1)).astype(np.int64), 0)
         wants_to_halt = (halt_margins > 0) & (supervised >= least)
-        return Slots(self.k, supervised, np.asarray((supervised >= max_steps) | wants_to_halt))
+        return Slots(self.k, self.stage, supervised, np.asarray((supervised >= max_steps) | wants_to_halt))

@@ -106,6 +106,16 @@ class ModelConfig(Section):
         return self
 
 
+class CurriculumConfig(Section):
+    """Easy examples first: of the training half the easiest `share`, and `widen` times as many each time that
+    `threshold` of the examples of `every_steps` steps were answered exactly, up to all of them."""
+
+    share: Annotated[Fraction, Field(gt=0)] = 0.2
+    threshold: Fraction = 0.5
+    widen: Annotated[Positive, Field(gt=1, le=1000)] = 1.5
+    every_steps: Count = 50
+
+
 class TrainingConfig(Section):
     supervision: Literal["deep", "terminal"] = "deep"
     effective_batch_size: Count = 768
@@ -129,6 +139,7 @@ class TrainingConfig(Section):
     noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts about every example
     # From this step on, in this share of the examples, up to half of the answer is given away.
     hints: dict[CountOrZero, Fraction] = {0: 0.0}
+    curriculum: CurriculumConfig | None = None
     deterministic: bool = False
 
     @model_validator(mode="after")

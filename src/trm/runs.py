@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -115,6 +115,7 @@ class SavedState(BaseModel):
     shape: dict[str, int]
     data: dict[str, str] | None  # fingerprints; None in a run that only imported its weights
     slots: dict[str, list[Annotated[int, Field(ge=-1, lt=2**62)]]]
+    curriculum: dict[Literal["stage", "exact", "seen"], CountOrZero] = {}
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: dict[str, Any] | None = None  # the best evaluation so far, this one's included

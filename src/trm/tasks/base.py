@@ -37,6 +37,7 @@ from macbook_optimization.dataset_rows import RowReader
 from macbook_optimization.durable_files import sync
 from macbook_optimization.errors import DataError
 
+DIFFICULTY = "all__difficulty.npy"  # beside the arrays of the public code, which does not read it
 IGNORE_LABEL = -100  # the public code's mark for a position without a label
 
 IntArray = NDArray[np.int64]
@@ -154,6 +155,7 @@ class Split:
     puzzle_identifiers: IntArray
     puzzle_indices: IntArray
     group_indices: IntArray
+    directory: Path
     reader: RowReader
     digests: Mapping[str, str]  # of what the arrays hold, however it is stored
 
@@ -165,6 +167,17 @@ class Split:
         if self.ignore_label is not None:
             labels[labels == self.ignore_label] = IGNORE_LABEL
         return inputs, labels
+
+    def difficulties(self) -> IntArray:
+        """Of every example, as its task or its file rated it when the set was built."""
+        file = self.directory / DIFFICULTY
+        if not file.is_file():
+            raise DataError(
+                f"{self.directory} does not say how difficult its examples are",
+                hint="training.curriculum needs a set that was built here, from grids.",
+            )
+        found = array_file(file).rows(0, len(self))
+        return found.astype(np.int64)
 
     def identifiers(self, examples: IntArray) -> IntArray:
         puzzles = np.searchsorted(self.puzzle_indices, examples, side="right") - 1
@@ -262,8 +275,12 @@ class SplitWriter:
         self.examples_of_puzzle.append(np.full(puzzles, examples))
         self.puzzles_of_group.append(np.array([puzzles]))
 
-    def add_examples(self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
+    def add_examples(
+        self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8], difficulties: IntArray | None = None
+    ) -> None:
         """Each a puzzle and a group of its own, without an identifier."""
+        if difficulties is not None:
+            np.save(self.directory / DIFFICULTY, difficulties.astype(np.int32))
         self._write(inputs, labels)
         self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
         self.examples_of_puzzle.append(np.ones(len(inputs), dtype=np.int64))
@@ -356,6 +373,7 @@ def open_split(
     indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
     return Split(
         metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices,
+        directory=directory,
         reader=RowReader(files, "mapped") if manager is None else manager.open_rows(files),
         digests=trusted or {},
     )  # fmt: skip

@@ -77,6 +77,10 @@ class GridTask(ABC):
         """Equal for examples that must not be on both sides; by itself, for equal questions."""
         return np.array([_hash(question) for question in questions], dtype=np.uint64)
 
+    def difficulties(self, questions: Grids, answers: Grids) -> IntArray:
+        """For a curriculum: by itself, how many cells have to be found."""
+        return (questions != answers).sum((1, 2))
+
     def transformed(self, questions: IntArray, answers: IntArray, draws: NDArray[np.float64]) -> Any:
         """A random symmetric copy of each example, as tokens (B, size, size). By itself there are none."""
         return questions, answers
@@ -109,7 +113,8 @@ class GridTask(ABC):
         with DatasetWriter(directory, made_by) as writer:
             for name, (questions, answers) in pairs.items():
                 split = writer.split(name, shape.seq_len, shape.vocab_size)
-                split.add_examples(_tokens(questions), _tokens(answers))
+                rated = self.difficulties(questions, answers)
+                split.add_examples(_tokens(questions), _tokens(answers), rated)
 
     def check(self, shape: TaskShape) -> None:
         size = self.size_of(shape.seq_len)

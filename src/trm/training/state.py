@@ -6,9 +6,10 @@ weights, but it did to the data: its examples are passed over, as another try wo
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from macbook_optimization.checkpoint_files import Checkpoint
 from trm.backends.base import Learner, StepBatch, StepResult, StepSettings
 from trm.batches import Order, Purpose, Slots
-from trm.config import RunConfig
+from trm.config import CurriculumConfig, RunConfig
 from trm.runs import Plan, SavedState, check_compatible
 from trm.tasks.base import IGNORE_LABEL, IntArray, Split, Task, fingerprint
 from trm.training.schedule import cycles_of_step, in_force, learning_rate_factor
@@ -38,7 +39,9 @@ class TrainingState:
             num_slots=config.training.effective_batch_size,
             group_indices=split.group_indices,
             puzzle_indices=split.puzzle_indices,
+            **_curriculum_order(config, split),
         )
+        self.curriculum = Curriculum()
         self.data, self.versions = fingerprint(split), versions()
         self.learner = make_learner()
         self.slots, self.step = Slots.new(self.order.num_slots), 0
@@ -52,6 +55,7 @@ class TrainingState:
         slots = Slots.from_lists(saved.slots, self.order.num_slots)
         self.learner.restore(checkpoint.load_all())
         self.slots, self.step = slots, checkpoint.step
+        self.curriculum = Curriculum(**saved.curriculum)
         self.skipped_in_a_row = saved.skipped_in_a_row
         self.learning_rate_scale, self.rolled_back_from = saved.learning_rate_scale, saved.rolled_back_from
         return saved
@@ -62,6 +66,7 @@ class TrainingState:
             shape=asdict(self.split.shape),
             data=self.data,
             slots=self.slots.to_lists(),
+            curriculum=asdict(self.curriculum),
             seconds=seconds,
             evaluated=evaluated,
             best=best,
@@ -74,7 +79,7 @@ class TrainingState:
 
     def batch(self, slots: Slots, step: int) -> StepBatch:
         """A pure function of where the slots are, and of the step's place in the schedule."""
-        examples, puzzles = self.order.examples(slots.k)
+        examples, puzzles = self.order.examples(slots.k, slots.stage)
         inputs, labels = self.split.rows(examples)
         if self.config.data.augment:
             draws = self.order.draws(Purpose.AUGMENT, slots.k, self.task.num_draws)
@@ -89,7 +94,8 @@ class TrainingState:
     def advance(self, next_cut: Callable[[int], int]) -> tuple[float, StepResult]:
         """One step, and its learning rate; whatever it raises, nothing has changed then."""
         config, training = self.config, self.config.training
-        slots, step = self.slots.refilled(), self.step + 1
+        stage = self.curriculum.stage
+        slots, step = self.slots.refilled(stage), self.step + 1
         factor = self.learning_rate_scale * learning_rate_factor(step, training)
         settings = StepSettings(
             step=step,
@@ -98,12 +104,14 @@ class TrainingState:
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
         )
         batch = self.batch(slots, step)
-        self.split.reader.ahead(self.order.examples(slots.k + 1)[0])  # at most what the next step asks for
+        self.split.reader.ahead(self.order.examples(slots.k + 1, stage)[0])  # at most what the next step asks for
         result = self.learner.step(batch, settings, next_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
         )
+        if training.curriculum is not None:
+            self.curriculum = self.curriculum.after(result.exact, step, training.curriculum)
         self.step, self.skipped_in_a_row = step, 0
         return settings.learning_rate, result
 
@@ -112,13 +120,15 @@ class TrainingState:
         scale, step = self.learning_rate_scale / 2, self.step
         if checkpoint is None:
             self.learner, self.slots, self.step = self.make_learner(), Slots.new(self.order.num_slots), 0
+            self.curriculum = Curriculum()
         else:
             self.restore(checkpoint)
         self.skipped_in_a_row, self.learning_rate_scale, self.rolled_back_from = 0, scale, step
 
     def skip(self) -> None:
         """The next step, without its update: every slot takes a new example, from fresh latents."""
-        self.slots, self.step = self.slots.refilled().all_halted(), self.step + 1
+        self.slots = self.slots.refilled(self.curriculum.stage).all_halted()
+        self.step += 1
         self.skipped_in_a_row += 1
 
     def changes_since(self, saved: SavedState) -> list[str]:
@@ -130,6 +140,35 @@ class TrainingState:
             for name, then in before.items()
             if then is not None and name in now and then != now[name]
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """How often it has widened, and how the examples since the last look were answered."""
+
+    stage: int = 0
+    exact: int = 0
+    seen: int = 0
+
+    def after(self, exact: NDArray[np.bool_], step: int, settings: CurriculumConfig) -> Curriculum:
+        right, seen = self.exact + int(exact.sum()), self.seen + len(exact)
+        if step % settings.every_steps:
+            return Curriculum(self.stage, right, seen)
+        widest = settings.share * settings.widen**self.stage >= 1
+        return Curriculum(self.stage + (right >= settings.threshold * seen and not widest))
+
+
+def _curriculum_order(config: RunConfig, split: Split) -> dict[str, Any]:
+    settings = config.training.curriculum
+    if settings is None:
+        return {}
+    difficulties = split.difficulties()[split.puzzle_indices[split.group_indices[:-1]]]  # of the first example
+
+    def open_groups(stage: int) -> int:
+        share = min(1.0, settings.share * settings.widen**stage)
+        return max(1, math.ceil(share * len(difficulties)))
+
+    return {"easiest": np.argsort(difficulties, kind="stable"), "open_groups": open_groups}
 
 
 def with_hints(inputs: IntArray, labels: IntArray, draws: NDArray[np.float64], share: float) -> IntArray:
