@@ -1,7 +1,7 @@
 """How fast questions are answered: `python bench/answering.py --reference DIR [--run RUN]`.
 
 DIR is a checkout of SamsungSAILMontreal/TinyRecursiveModels (its model needs the package einops). Its
-evaluation loop and ours answer the same puzzles with the same weights, taking turns; the answers must agree.
+evaluation loop and ours answer the same puzzles with the same weights, taking turns; how many agree is told.
 Then one puzzle at a time on one core, at the size of the paper. With a trained RUN also what early halting
 saves: its own test puzzles at full depth, until settled, and until the halting head believes the answer.
 """

@@ -356,7 +356,9 @@ def _describe(problem: Any, section: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{where} is missing"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{where} is {problem['input']!r}: {message}" if "it should" in message else f"{where}: {message}"
+    if "it should" in message:
+        return f"{where} is {problem['input']!r}: {message}"
+    return f"{where}: {message}".removeprefix(": ")  # of several keys together
 
 
 def _fields_at(section: type[BaseModel], parents: Sequence[Any]) -> list[str]:

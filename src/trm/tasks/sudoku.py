@@ -18,7 +18,7 @@ from macbook_optimization.errors import DataError
 from trm.config import Count
 from trm.tasks import sudoku_puzzles as puzzles
 from trm.tasks.base import IntArray, Progress, Tile
-from trm.tasks.grids import GridOptions, Grids, GridTask, Pairs, parse_cells
+from trm.tasks.grids import GridOptions, Grids, GridTask, Pairs
 
 
 class BuildOptions(GridOptions):
@@ -134,7 +134,10 @@ class SudokuTask(GridTask):
 
     def parse(self, text: str, size: int) -> Grids:
         """`.` or `0` for blanks, white space ignored."""
-        return parse_puzzle(text, size)
+        return super().parse(text.replace("0", "."), size)
+
+    def problem_of(self, question: Grids) -> str | None:
+        return puzzles.contradiction(question)
 
     def cell(self, symbols: str, asked: int, answered: int, changed: bool, color: bool) -> str:
         symbol = symbols[max(answered, 0)]
@@ -182,10 +185,3 @@ class SudokuTask(GridTask):
 
 
 TASK = SudokuTask()
-
-
-def parse_puzzle(text: str, size: int) -> Grids:
-    grid = parse_cells("".join(text.split()).replace("0", "."), TASK.symbols(size), size)
-    if problem := puzzles.contradiction(grid):
-        raise DataError(f"The puzzle contradicts itself: {problem}")
-    return grid

@@ -13,7 +13,7 @@ from tiny import sudoku_dataset
 from macbook_optimization.errors import ConfigError, DataError
 from trm.tasks import sudoku_puzzles as puzzles
 from trm.tasks.base import TaskShape, open_split
-from trm.tasks.sudoku import TASK, draw_symmetry, parse_puzzle
+from trm.tasks.sudoku import TASK, draw_symmetry
 
 EASY = "..3.2.6..9..3.5..1..18.64....81.29..7.......8..67.82....26.95..8..2.3..9..5.1.3.."
 SOLVED = "483921657967345821251876493548132976729564138136798245372689514814253769695417382"
@@ -96,17 +96,17 @@ def test_encode_and_decode_are_inverses(blank, sign):
 )
 def test_a_wrong_puzzle_is_refused_with_its_reason(text, message):
     with pytest.raises(DataError, match=message):
-        parse_puzzle(text, 9)
+        TASK.parse(text, 9)
 
 
 def test_a_digit_beyond_the_size_is_refused():
     with pytest.raises(DataError, match="'7' cannot stand in a 6x6 puzzle"):
-        parse_puzzle("7" + "." * 35, 6)
+        TASK.parse("7" + "." * 35, 6)
 
 
 def test_a_puzzle_may_be_typed_as_a_grid():
     grid = "\n".join(EASY[i : i + 9] for i in range(0, 81, 9))
-    np.testing.assert_array_equal(parse_puzzle(grid, 9), parse_puzzle(EASY, 9))
+    np.testing.assert_array_equal(TASK.parse(grid, 9), TASK.parse(EASY, 9))
 
 
 def test_answers_are_shown_with_given_digits_and_changes_marked():

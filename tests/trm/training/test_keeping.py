@@ -376,7 +376,7 @@ def test_heat_is_what_the_system_says_or_the_user(limit, thermal, hot):
     ],
 )
 def test_a_team_of_threads_gives_way_to_other_programs(tmp_path, dataset, monkeypatch, changes, expected):
-    """Busy cores of the machine and of ours, as they were seen on two cores with a busy program."""
+    """Readings of two cores, made up: how many are busy, and how many of these with us."""
     config = run_config(dataset)
     chosen = replace(plan_of(config), **{"threads": 2, "lanes": 1, **changes})
     journal, display, threads = Journal(Run(tmp_path), Recorder()), Recorder(), []
@@ -393,13 +393,17 @@ def test_a_team_of_threads_gives_way_to_other_programs(tmp_path, dataset, monkey
     assert len(events(tmp_path, "threads")) == len(threads) - 1 == len(display.messages)
 
 
-def test_a_compiled_level_keeps_its_threads(tmp_path, dataset):
-    config = run_config(dataset)
+def test_a_compiled_level_has_the_threads_that_it_was_made_for(tmp_path, dataset, monkeypatch):
+    """Also when the child that compiled it had taken a core."""
+    config, threads = run_config(dataset), []
     chosen = replace(plan_of(config), threads=2, lanes=1)
-    watch = ThreadWatch(config, chosen, pytest.fail, Journal(Run(tmp_path), Recorder()), Recorder())
-    watch.looked_at -= ThreadWatch.EVERY_SECONDS
+    watch = ThreadWatch(config, chosen, threads.append, Journal(Run(tmp_path), Recorder()), Recorder())
+    monkeypatch.setattr(psutil, "cpu_count", lambda *logical: 2)
     watch.busy_cores = lambda: (2.0, 0.5)
-    watch.look(step=7, compiled=True)
+    for compiled in (False, True, True):
+        watch.looked_at -= ThreadWatch.EVERY_SECONDS
+        watch.look(step=7, compiled=compiled)
+    assert threads == [1, 2]
 
 
 class Hot(PowerMonitor):
