@@ -69,11 +69,14 @@ class RowReader:
         rows = [self._row(int(example)) for example in examples]
         return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
 
+    @property
+    def reads_ahead(self) -> bool:
+        return self.pool is not None
+
     def ahead(self, examples: IntArray) -> None:
         """These will be asked for next. Without it they come as well, only later."""
-        if self.pool is None or self.pending is not None:
-            return
-        self.pending = self.pool.submit(self._fill, examples)
+        if self.pool is not None and self.pending is None:
+            self.pending = self.pool.submit(self._fill, examples)
 
     def fall_back(self) -> bool:
         """Gives the set's memory back when there is none to spare; False if there is nothing to give."""

@@ -144,7 +144,9 @@ class Slots:
     @classmethod
     def from_lists(cls, lists: Mapping[str, list[int]], num_slots: int) -> Slots:
         lists = {"stage": [0] * num_slots, **lists}  # which older versions did not know
-        wrong = [name for name in ("k", "stage", "supervised", "halted") if len(lists.get(name, ())) != num_slots]
+        wrong = [
+            name for name in ("k", "stage", "supervised", "halted") if len(lists.get(name, ())) != num_slots
+        ]
         if wrong:
             raise CheckpointError(f"The slots' {', '.join(wrong)} are not {num_slots} numbers")
         return cls(

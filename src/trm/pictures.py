@@ -55,7 +55,12 @@ def draw(picture: Picture) -> Image.Image:
 
 
 def _draw_tile(
-    pen: ImageDraw.ImageDraw, tile: Tile, x: int, y: int, side: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont
+    pen: ImageDraw.ImageDraw,
+    tile: Tile,
+    x: int,
+    y: int,
+    side: int,
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
 ) -> None:
     pen.rectangle((x, y, x + side, y + side), fill=tile.fill, outline=_LINE)
     if tile.text:

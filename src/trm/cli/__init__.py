@@ -192,7 +192,9 @@ def _outcome_text(outcome: Outcome) -> str:
 @click.option(
     "--settle", type=click.IntRange(min=1), help="Stop a puzzle once its answer stood so many steps."
 )
-@click.option("--submission", type=PATH, help="ARC: write two attempts for every test, as the competition asks.")
+@click.option(
+    "--submission", type=PATH, help="ARC: write two attempts for every test, as the competition asks."
+)
 @thinking_options
 @json_option
 def evaluate(
@@ -207,13 +209,14 @@ def evaluate(
     """How many unseen puzzles the best checkpoint of RUN solves."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.inference import load_answerer, open_model, open_test_set
+    from trm.tasks.arc import Votes
     from trm.training.evaluation import EVALUATION_CUT
     from trm.training.evaluation import evaluate as evaluate_split
 
     model = open_model(run)
     path = dataset or model.config.data.path
     split, scorer = open_test_set(model, dataset), model.task.scorer(path)
-    if submission is not None and not hasattr(scorer, "submission"):
+    if submission is not None and not isinstance(scorer, Votes):
         raise DataError(f"{run} is no run of ARC: there is nothing to submit")
     settings = model.config.evaluation
     if depth or settle:  # an explicit depth is gone through to its end
@@ -229,7 +232,7 @@ def evaluate(
             lambda done, total: display.update("evaluating", done, total),
             scorer,
         )
-    if submission is not None:
+    if submission is not None and isinstance(scorer, Votes):
         write_json(submission, scorer.submission())
     facts = {"run": str(run), "data": str(path), "step": model.checkpoint.step, **result.row()}
     curve = ", ".join(
@@ -306,7 +309,9 @@ def predict(
         show(_prediction_facts(model, prediction), as_json, text)
 
 
-def _draw(model: TrainedModel, question: Question, answers: IntArray, png: Path | None, gif: Path | None) -> None:
+def _draw(
+    model: TrainedModel, question: Question, answers: IntArray, png: Path | None, gif: Path | None
+) -> None:
     from trm.pictures import write_gif, write_png
 
     task, label = model.task, question.label

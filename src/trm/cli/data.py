@@ -33,7 +33,9 @@ def grid_options(command: Command) -> Command:
             "--test", type=int, default=256, show_default=True, help="Test puzzles, unseen in training."
         ),
         click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--from", "file", type=PATH, help="Read puzzles from CSV or one-per-line text (.gz, .xz)."),
+        click.option(
+            "--from", "file", type=PATH, help="Read puzzles from CSV or one-per-line text (.gz, .xz)."
+        ),
         click.option("--source", help="Only the file's rows with this `source`."),
         click.option("--test-source", help="Take the test puzzles from the rows with this `source`."),
         click.option("--out", type=PATH, required=True, help="Directory of the new dataset."),
@@ -73,7 +75,7 @@ def build_maze(**options: Any) -> None:
 @build.command("arc")
 @click.option(
     "--train", "train", type=PATH, multiple=True,
-    help="Tasks to learn from as a whole: a directory of JSON files, or one file; may be given several times.",
+    help="Tasks to learn from as a whole: a JSON file or a directory of them; may be given several times.",
 )  # fmt: skip
 @click.option(
     "--test", "test", type=PATH, multiple=True, required=True,
@@ -86,7 +88,9 @@ def build_maze(**options: Any) -> None:
 @click.option("--allow-overlap", is_flag=True, help="Although tasks are in both.")
 @click.option("--out", type=PATH, required=True, help="Directory of the new dataset.")
 @json_option
-def build_arc(out: Path, as_json: bool, train: tuple[Path, ...], test: tuple[Path, ...], **options: Any) -> None:
+def build_arc(
+    out: Path, as_json: bool, train: tuple[Path, ...], test: tuple[Path, ...], **options: Any
+) -> None:
     """ARC-AGI and ConceptARC tasks from their JSON files."""
     asked = {**options, "train": [str(path) for path in train], "test": [str(path) for path in test]}
     facts = _build("arc", asked, out)
@@ -139,7 +143,11 @@ def verify(dataset: Path, as_json: bool) -> None:
     if not splits:
         open_split(dataset, "train")  # says what is missing
     checked = (dataset / BUILD).is_file()
-    facts = {"path": str(dataset), "checksums": checked, **{name: len(split) for name, split in splits.items()}}
+    facts = {
+        "path": str(dataset),
+        "checksums": checked,
+        **{name: len(split) for name, split in splits.items()},
+    }
     how = "checksums of what was built" if checked else "no checksums, as it was not built here"
     counts = ", ".join(f"{len(split):,} {name}" for name, split in splits.items())
     show(facts, as_json, f"{dataset} is whole: {counts} ({how})")

@@ -21,7 +21,8 @@ def _task_of_file(path: Path) -> Task:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
-            f"There is no task file {path}", hint="Run this where the recipe was trained, or give a full path."
+            f"There is no task file {path}",
+            hint="Run this where the recipe was trained, or give a full path.",
         )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from macbook_optimization.dataset_files import AGAIN
 from macbook_optimization.errors import DataError
 from trm.config import CountOrZero, Section, parse_section
-from trm.tasks.base import AGAIN, IGNORE_LABEL, DatasetWriter, IntArray, Picture, Progress, TaskShape, Tile
+from trm.tasks.base import IGNORE_LABEL, DatasetWriter, IntArray, Picture, Progress, TaskShape, Tile
 
 SIZE = 30
 OUTSIDE, END, FIRST_COLOUR = 0, 1, 2
@@ -42,8 +43,8 @@ Pair = tuple[Grid, Grid | None]  # the answer to a test of a competition is not 
 class BuildOptions(Section):
     """`train` is learned from as a whole; of `test`, the demonstrations are, and the tests are asked."""
 
-    train: list[Path] = []
-    test: Annotated[list[Path], Field(min_length=1)]
+    train: tuple[Path, ...] = ()
+    test: Annotated[tuple[Path, ...], Field(min_length=1)]
     augmentations: Annotated[CountOrZero, Field(le=10_000)] = 100
     seed: CountOrZero = 0
     allow_overlap: bool = False  # tasks of `test` that are also in `train`
@@ -74,7 +75,7 @@ class Augmentation:
         return np.argsort(self.colours).astype(np.uint8)[turned(grid, back)]
 
     def name_of(self, puzzle: str) -> str:
-        if self == Augmentation():
+        if self == _AS_IT_IS:
             return puzzle
         return f"{puzzle}{_SEPARATOR}t{self.turn}{_SEPARATOR}{''.join(map(str, self.colours))}"
 
@@ -86,6 +87,9 @@ class Augmentation:
             return puzzle, cls()
         turn, colours = how
         return puzzle, cls(int(turn[1:]), tuple(map(int, colours)))
+
+
+_AS_IT_IS = Augmentation()
 
 
 def turned(grid: Grid, turn: int) -> Grid:
@@ -245,13 +249,18 @@ class Votes:
         seen = {puzzle for puzzle, _ in self.votes}
         puzzles = [puzzle for name, puzzle in self.puzzles.items() if name in seen]
         return {
-            f"pass@{count}": float(np.mean([self._solved(puzzle, count) for puzzle in puzzles])) if puzzles else 0.0
+            f"pass@{count}": float(np.mean([self._solved(puzzle, count) for puzzle in puzzles]))
+            if puzzles
+            else 0.0
             for count in (1, 2)
         }
 
     def _solved(self, puzzle: ArcPuzzle, count: int) -> float:
         right = [
-            any(answer is not None and np.array_equal(attempt, answer) for attempt in self.best(puzzle.name, question, count))
+            any(
+                answer is not None and np.array_equal(attempt, answer)
+                for attempt in self.best(puzzle.name, question, count)
+            )
             for question, answer in puzzle.tests
         ]
         return float(np.mean(right)) if right else 0.0
@@ -274,8 +283,8 @@ def _colour_at(grid: Grid | None, row: int, column: int) -> int | None:
 
 
 def crop(tokens: IntArray) -> Grid:
-    """The largest rectangle of colours that begins at the first coloured row and column of the canvas; an
-    answer may have holes, and what is beyond them does not count."""
+    """The largest rectangle of colours in the canvas's first corner; an answer may have holes, and what is
+    beyond them does not count."""
     canvas = np.asarray(tokens).reshape(SIZE, SIZE)
     coloured = canvas >= FIRST_COLOUR
     if not coloured[0, 0]:
@@ -351,8 +360,8 @@ def _augmentations(puzzle: ArcPuzzle, count: int, seed: int) -> Iterator[Augment
     """As it is, and up to `count` others that look different, by the seed and the task alone."""
     digest = hashlib.blake2b(puzzle.name.encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox([seed, int.from_bytes(digest)]))
-    seen = {_looks(puzzle, Augmentation())}
-    yield Augmentation()
+    seen = {_looks(puzzle, _AS_IT_IS)}
+    yield _AS_IT_IS
     for _ in range(_TRIES * count):
         if len(seen) > count:
             return
@@ -372,23 +381,24 @@ def _looks(puzzle: ArcPuzzle, way: Augmentation) -> bytes:
     return digest.digest()
 
 
-def _canvases(pairs: tuple[Pair, ...], ways: list[Augmentation]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _canvases(
+    pairs: tuple[Pair, ...], ways: list[Augmentation]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Questions and answers (ways, pairs, cells)."""
-    found = [
-        np.stack([
-            np.stack([_canvas(None if pair[side] is None else way.apply(pair[side])) for pair in pairs])
-            for way in ways
-        ])
+    questions, answers = (
+        np.stack([_canvas(pair[side], way) for way in ways for pair in pairs]).reshape(
+            len(ways), len(pairs), -1
+        )
         for side in (0, 1)
-    ]
-    shape = len(ways), len(pairs), SIZE * SIZE
-    return found[0].reshape(shape), found[1].reshape(shape)
+    )
+    return questions, answers
 
 
-def _canvas(grid: Grid | None) -> NDArray[np.uint8]:
+def _canvas(grid: Grid | None, way: Augmentation = _AS_IT_IS) -> NDArray[np.uint8]:
     canvas = np.full((SIZE, SIZE), OUTSIDE, dtype=np.uint8)
     if grid is None:
         return canvas
+    grid = way.apply(grid)
     rows, columns = grid.shape
     canvas[:rows, :columns] = grid + FIRST_COLOUR
     canvas[rows : rows + 1, :columns] = END
@@ -412,7 +422,7 @@ def _refuse_overlap(learned: list[ArcPuzzle], tested: list[ArcPuzzle]) -> None:
     both = [p.name for p in tested if p.name in names or any(_pair_key(pair) in seen for pair in p.pairs())]
     if both:
         raise DataError(
-            f"{len(both)} of the {len(tested)} tasks that are asked about are also among those to learn from: "
+            f"{len(both)} of the {len(tested)} tasks to be asked about are also among those to learn from: "
             f"{', '.join(both[:5])}{' and others' if len(both) > 5 else ''}",
             hint="Figures on tasks that were learned mean nothing. allow_overlap (--allow-overlap) builds it "
             "all the same.",

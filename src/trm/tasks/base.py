@@ -127,7 +127,10 @@ class Task(Protocol):
         """None if the answer obeys the rules; otherwise the first rule that it breaks."""
         ...
 
-    headline: str  # the figure of an evaluation that decides which checkpoint is best
+    @property
+    def headline(self) -> str:
+        """The figure of an evaluation that decides which checkpoint is best."""
+        ...
 
     def scorer(self, dataset: Path) -> Scorer | None:
         """For figures of its own, besides whether an answer is the label."""
@@ -351,7 +354,7 @@ def open_split(
     trusted: Mapping[str, str] | None = None,
 ) -> Split:
     """Checks that the arrays are whole and belong together, which reads all of them once. Who has the digests
-    of a process that did so may pass them. A manager chooses how rows are read; without one they are mapped."""
+    of a process that did so may pass them. A manager chooses how rows are read; else they are mapped."""
     directory = dataset / name
     if not directory.is_dir():
         missing = f"There is no dataset at {dataset}"

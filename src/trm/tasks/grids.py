@@ -79,7 +79,7 @@ class GridTask(ABC):
 
     def difficulties(self, questions: Grids, answers: Grids) -> IntArray:
         """For a curriculum: by itself, how many cells have to be found."""
-        return (questions != answers).sum((1, 2))
+        return np.asarray((questions != answers).sum((1, 2)))
 
     def transformed(self, questions: IntArray, answers: IntArray, draws: NDArray[np.float64]) -> Any:
         """A random symmetric copy of each example, as tokens (B, size, size). By itself there are none."""

@@ -121,9 +121,7 @@ class Saver:
 class BestSoFar:
     """The evaluation that answered best, of one very test, and whose weights are safe."""
 
-    def __init__(
-        self, saver: Saver, judged_by: dict[str, Any], target: float | None, headline: str
-    ) -> None:
+    def __init__(self, saver: Saver, judged_by: dict[str, Any], target: float | None, headline: str) -> None:
         self.saver, self.judged_by, self.target, self.headline = saver, judged_by, target, headline
         self.row: dict[str, Any] | None = None
 

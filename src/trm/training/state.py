@@ -104,7 +104,8 @@ class TrainingState:
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
         )
         batch = self.batch(slots, step)
-        self.split.reader.ahead(self.order.examples(slots.k + 1, stage)[0])  # at most what the next step asks for
+        if self.split.reader.reads_ahead:  # at most what the next step will ask for
+            self.split.reader.ahead(self.order.examples(slots.k + 1, stage)[0])
         result = self.learner.step(batch, settings, next_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
@@ -162,7 +163,8 @@ def _curriculum_order(config: RunConfig, split: Split) -> dict[str, Any]:
     settings = config.training.curriculum
     if settings is None:
         return {}
-    difficulties = split.difficulties()[split.puzzle_indices[split.group_indices[:-1]]]  # of the first example
+    first_examples = split.puzzle_indices[split.group_indices[:-1]]
+    difficulties = split.difficulties()[first_examples]
 
     def open_groups(stage: int) -> int:
         share = min(1.0, settings.share * settings.widen**stage)

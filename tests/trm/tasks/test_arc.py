@@ -21,9 +21,7 @@ grids = st.integers(0, 2**32).map(
         0, 10, np.random.default_rng(seed).integers(1, 31, 2), dtype=np.uint8
     )
 )
-ways = st.builds(
-    Augmentation, st.integers(0, 7), st.permutations(range(1, 10)).map(lambda rest: (0, *rest))
-)
+ways = st.builds(Augmentation, st.integers(0, 7), st.permutations(range(1, 10)).map(lambda rest: (0, *rest)))
 
 
 def quiet(what, done, total):
@@ -265,7 +263,9 @@ def test_changes_are_starred():
 def test_the_real_tasks_are_read_and_their_overlap_is_seen(tmp_path):
     with tarfile.open(SHARED) as archive:
         archive.extractall(tmp_path, filter="data")
-    counts = {path: len(read_puzzles(tmp_path / "arc" / path)) for path in ("ARC-AGI-1/training", "ConceptARC")}
+    counts = {
+        path: len(read_puzzles(tmp_path / "arc" / path)) for path in ("ARC-AGI-1/training", "ConceptARC")
+    }
     assert counts == {"ARC-AGI-1/training": 400, "ConceptARC": 160}
     options = {
         "train": [str(tmp_path / "arc/ARC-AGI-2/training")],
