@@ -18,10 +18,18 @@ ROOT = Path(__file__).parents[1]
 TRM = Path(sys.executable).with_name("trm")
 
 
+def blocks_of(language: str, document: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def commands_in(document: Path) -> list[str]:
     """The lines after `$ ` in console blocks."""
-    blocks = re.findall(r"```console\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [
+        line[2:]
+        for block in blocks_of("console", document)
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
 
 
 def run(command: str, cwd: Path) -> str:
@@ -60,6 +68,21 @@ def test_the_commands_of_the_recipe_page_work(tmp_path):
     assert len(found) == 5
     for command in found:
         run(command, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_files_of_the_task_page_work(tmp_path):
+    page = ROOT / "docs" / "tasks.md"
+    for language, file in (("python", "mirror.py"), ("yaml", "mirror.yaml")):
+        (tmp_path / file).write_text(blocks_of(language, page)[0])
+    found = commands_in(page)
+    assert len(found) == 6
+    answers = [run(command, tmp_path) for command in found]
+    assert "0 test questions are also in the training half" in answers[1]
+    assert (tmp_path / "maze.png").read_bytes()[1:4] == b"PNG"
+    assert (tmp_path / "maze.gif").read_bytes()[:3] == b"GIF"
+    assert re.search(r"Best: (99\.\d|100\.0)% of 100 unseen puzzles", answers[4])
+    assert "solved: every rule holds" in answers[5]
 
 
 @pytest.mark.slow

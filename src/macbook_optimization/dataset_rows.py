@@ -26,7 +26,7 @@ IntArray = NDArray[np.int64]
 Row = tuple[NDArray[Any], NDArray[Any]]  # of inputs and of labels
 
 GIVE_BACK_BYTES = 64 * 2**20  # of mapped pages that were looked at
-_PAGE = mmap.PAGESIZE
+_AROUND = max(64 * 2**10, mmap.PAGESIZE)  # Linux maps so much around a page that is in its cache
 
 
 class RowReader:
@@ -114,7 +114,7 @@ class RowReader:
     def _give_back(self, rows: int) -> None:
         if self.strategy == "memory":
             return
-        self.touched += rows * sum(-(-file.row_bytes // _PAGE) * _PAGE + _PAGE for file in self.files)
+        self.touched += rows * sum(-(-file.row_bytes // _AROUND) * _AROUND for file in self.files)
         if self.touched > GIVE_BACK_BYTES:
             self.touched = 0
             for array in self.arrays:

@@ -179,9 +179,9 @@ class CheckpointsConfig(Section):
 class LoadingConfig(Section):
     """How a dataset is read: in memory, mapped, or row by row (`DatasetSettings` says what decides)."""
 
-    streaming_threshold_mb: PositiveOrZero = 200.0
-    cache_threshold_mb: PositiveOrZero = 100.0
-    chunk_size_mb: Positive = 50.0
+    streaming_threshold_mb: Annotated[PositiveOrZero, Field(le=1e9)] = 200.0
+    cache_threshold_mb: Annotated[PositiveOrZero, Field(le=1e9)] = 100.0
+    chunk_size_mb: Annotated[Positive, Field(le=1e9)] = 50.0
     enable_caching: bool = True
     auto_fallback_streaming: bool = True
     force_streaming_mode: bool = False
@@ -224,7 +224,8 @@ TASKS = ("sudoku", "maze", "arc")
 
 def _known_task(name: str) -> str:
     if name not in TASKS and not name.endswith(".py"):
-        raise ValueError(f"there is no task {name!r}{_did_you_mean(name, TASKS)}")
+        known = ", ".join(map(repr, TASKS))
+        raise ValueError(f"there is no task {name!r}; there are {known}, and Python files that define one")
     return name
 
 

@@ -86,7 +86,12 @@ def test_new_slots_start_with_their_first_example():
 
 
 def test_a_slot_moves_on_when_the_model_halts_and_at_the_last_step():
-    slots = Slots(k=np.array([5, 5, 5]), supervised=np.array([0, 0, 3]), halted=np.zeros(3, dtype=bool))
+    slots = Slots(
+        k=np.array([5, 5, 5]),
+        stage=np.zeros(3, dtype=np.int64),
+        supervised=np.array([0, 0, 3]),
+        halted=np.zeros(3, dtype=bool),
+    )
     after = slots.supervised_once(np.array([1.0, -1.0, -1.0], dtype=np.float32), 0, 4, exploration=0.0)
     assert after.halted.tolist() == [True, False, True]
     moved = after.refilled()

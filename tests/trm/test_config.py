@@ -176,6 +176,7 @@ MEANT = {
         "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
         "evaluation.noise", "training.noise",
+        "data.loading.streaming_threshold_mb", "data.loading.cache_threshold_mb",
         "plan.low_battery_percent", "plan.cooling_delay_seconds",
     },
     "null": {

@@ -155,7 +155,7 @@ def test_tasks_on_both_sides_are_refused_unless_forced(tmp_path):
     for name in ("learn", "ask"):
         task_file(tmp_path / name, name, 3)
     options = {"train": [str(tmp_path / "learn")], "test": [str(tmp_path / "ask")], "augmentations": 1}
-    with pytest.raises(DataError, match="1 of the 1 tasks that are asked about are also among") as refused:
+    with pytest.raises(DataError, match="1 of the 1 tasks to be asked about are also among") as refused:
         TASK.build(options, tmp_path / "set", quiet)
     assert "allow_overlap" in refused.value.hint
     TASK.build({**options, "allow_overlap": True}, tmp_path / "set", quiet)

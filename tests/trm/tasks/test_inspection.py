@@ -23,7 +23,7 @@ def test_a_set_that_was_built_here_has_no_copies(tmp_path):
 def test_repeated_and_shared_examples_are_counted(tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.integers(1, 6, (50, 16), dtype=np.uint8)
-    with DatasetWriter(tmp_path / "set", {}) as writer:
+    with DatasetWriter(tmp_path / "set", {"task": "mirror"}) as writer:
         writer.split("train", 16, 6).add_examples(rows[[*range(40), 3, 3, 7]], rows[[*range(40), 3, 3, 7]])
         writer.split("test", 16, 6).add_examples(rows[35:], rows[35:])
     found = examine(tmp_path / "set", quiet)

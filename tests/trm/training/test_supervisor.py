@@ -412,7 +412,7 @@ def test_a_step_that_gets_no_memory_at_all_ends_the_trainer_not_the_run(tmp_path
     config = run_config(dataset)
     with pytest.raises(SystemExit) as ended:
         train_in_child(
-            config.model_dump(mode="json"), str(tmp_path / "run"), plan_of(config).to_json(), {}, print
+            config.model_dump(mode="json"), str(tmp_path / "run"), plan_of(config).to_json(), {}, {}, print
         )
     assert ended.value.code == NO_MEMORY
 
