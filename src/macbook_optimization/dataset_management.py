@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -36,7 +34,7 @@ from macbook_optimization.dataset_files import (
     read_headers,
 )
 from macbook_optimization.dataset_rows import RowReader
-from macbook_optimization.durable_files import make_directory, remove_directory, sync, write_synced
+from macbook_optimization.durable_files import beside, make_directory, remove_directory, sync, write_synced
 from macbook_optimization.errors import ConfigError, DataError
 
 MIB = 2**20
@@ -277,8 +275,7 @@ def _content_hash(dataset: Path, sources: Sequence[Path]) -> str:
 def _write_cache(
     cache: Path, dataset: Path, texts: Sequence[Path], arrays: Sequence[ArrayFile], chunk_bytes: int
 ) -> None:
-    _remove_leftovers(cache)
-    partial = cache.with_name(f".{cache.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial = beside(cache)
     try:
         for text in texts:
             _write(partial / text.relative_to(dataset), [text.read_bytes()])
@@ -301,14 +298,6 @@ def _is_whole(cache: Path, splits: Sequence[str]) -> bool:
     except DataError:
         return False
     return (cache / BUILD).is_file()
-
-
-def _remove_leftovers(cache: Path) -> None:
-    """Of processes that were killed; a living one may be at work on the same cache."""
-    for partial in cache.parent.glob(f".{cache.name}.*.partial"):
-        process, _, _ = partial.name.split(".")[-2].partition("-")
-        if not psutil.pid_exists(int(process)):
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from macbook_optimization.dataset_files import AGAIN, ArrayFile
 from macbook_optimization.errors import DataError
+from macbook_optimization.memory_management import return_freed_memory
 
 IntArray = NDArray[np.int64]
 Row = tuple[NDArray[Any], NDArray[Any]]  # of inputs and of labels
@@ -83,6 +84,7 @@ class RowReader:
         if self.strategy != "memory":
             return False
         self._use("mapped")
+        return_freed_memory()
         return True
 
     def close(self) -> None:

@@ -7,14 +7,18 @@ a plain call of `os`, one after the other: the fault tests fail, tear, kill at a
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _WRITE_BYTES = 8 * 2**20
 
@@ -49,6 +53,16 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(partial)
         raise
     sync(path.parent)
+
+
+def beside(path: Path) -> Path:
+    """Where this process may put together what will be renamed to `path`. What processes left there that were
+    killed is removed; living ones may be at work on the same."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        process, _, _ = left.name.split(".")[-2].partition("-")
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
 
 
 def make_directory(path: Path) -> None:

@@ -133,7 +133,8 @@ def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, wi
         "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
     )
     summary = f"{verdict} (after {len(answers)} steps)"
-    return f"{_side_by_side(pictures, width)}\n\n{summary}\n{task.legend(steps, color)}"
+    legend = task.legend(steps, color)
+    return f"{_side_by_side(pictures, width)}\n\n{summary}" + (f"\n{legend}" if legend else "")
 
 
 def _what_changed(before: IntArray | None, after: IntArray) -> str:
@@ -157,4 +158,4 @@ def _side_by_side(pictures: Sequence[str], width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\033\[\d*m", "", text)
+    return re.sub(r"\033\[[\d;]*m", "", text)

@@ -17,7 +17,7 @@ import click
 
 from macbook_optimization.errors import DataError, LaptopError
 from trm.cli.common import PATH, json_option, show, write_json
-from trm.cli.data import data
+from trm.cli.data import data, with_options
 
 if TYPE_CHECKING:
     from trm.inference import Prediction, Question, TrainedModel
@@ -36,9 +36,7 @@ def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
             "--noise", type=click.FloatRange(0, 100), help="In the first thoughts of all tries but one."
         ),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(command, options)
 
 
 def _asked(thinking: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ def build() -> None:
     """Build a dataset for a task, in the layout that public TRM code reads."""
 
 
+building_options = (
+    click.option("--out", type=PATH, required=True, help="Directory of the new dataset."),
+    click.option(
+        "--jobs", type=click.IntRange(1, 256), help="Processes that work on it [default: one a core]."
+    ),
+    json_option,
+)
+
+
+def with_options(command: Command, options: Iterable[Callable[[Command], Command]]) -> Command:
+    for option in reversed(list(options)):
+        command = option(command)
+    return command
+
+
 def grid_options(command: Command) -> Command:
     """Of every task whose puzzles are generated, or read from a file with one puzzle a row."""
     options = (
@@ -38,12 +54,9 @@ def grid_options(command: Command) -> Command:
         ),
         click.option("--source", help="Only the file's rows with this `source`."),
         click.option("--test-source", help="Take the test puzzles from the rows with this `source`."),
-        click.option("--out", type=PATH, required=True, help="Directory of the new dataset."),
-        json_option,
+        *building_options,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(command, options)
 
 
 @build.command("sudoku")
@@ -86,27 +99,32 @@ def build_maze(**options: Any) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--allow-overlap", is_flag=True, help="Although tasks are in both.")
-@click.option("--out", type=PATH, required=True, help="Directory of the new dataset.")
-@json_option
+@partial(with_options, options=building_options)
 def build_arc(
-    out: Path, as_json: bool, train: tuple[Path, ...], test: tuple[Path, ...], **options: Any
+    train: tuple[Path, ...],
+    test: tuple[Path, ...],
+    out: Path,
+    jobs: int | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """ARC-AGI and ConceptARC tasks from their JSON files."""
     asked = {**options, "train": [str(path) for path in train], "test": [str(path) for path in test]}
-    facts = _build("arc", asked, out)
+    facts = _build("arc", asked, out, jobs)
     show(facts, as_json, f"{out}: {facts['train']:,} training and {facts['test']:,} test examples")
 
 
 def _build_grids(task: str, options: dict[str, Any]) -> None:
-    out, as_json, file = options.pop("out"), options.pop("as_json"), options.pop("file")
+    out, jobs, as_json, file = (options.pop(name) for name in ("out", "jobs", "as_json", "file"))
     asked = {key: value for key, value in options.items() if value is not None}
-    facts = _build(task, asked | ({"from": str(file)} if file else {}), out)
+    facts = _build(task, asked | ({"from": str(file)} if file else {}), out, jobs)
     size = options["size"]
     text = f"{out}: {facts['train']} training and {facts['test']} test puzzles, {size}x{size}"
     show(facts, as_json, text)
 
 
-def _build(task: str, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def _build(task: str, options: Mapping[str, Any], out: Path, jobs: int | None) -> dict[str, Any]:
+    from macbook_optimization.performance_reporting import available_cores
     from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.tasks import load_task
     from trm.tasks.base import open_split
@@ -114,7 +132,7 @@ def _build(task: str, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
     if out.exists():
         raise DataError(f"{out} is already there", hint="Choose another --out, or remove it first.")
     with ProgressDisplay() as display:
-        load_task(task).build(options, out, display.update)
+        load_task(task).build(options, out, display.update, jobs or available_cores())
     return {"path": str(out), **{name: len(open_split(out, name)) for name in ("train", "test")}}
 
 

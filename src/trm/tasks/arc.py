@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from pydantic import Field
 
 from macbook_optimization.dataset_files import AGAIN
 from macbook_optimization.errors import DataError
+from macbook_optimization.worker_pool import ordered
 from trm.config import CountOrZero, Section, parse_section
 from trm.tasks.base import IGNORE_LABEL, DatasetWriter, IntArray, Picture, Progress, TaskShape, Tile
 
@@ -114,7 +116,7 @@ class ArcTask:
         puzzles = sum(len(read_puzzles(path)) for path in (*asked.train, *asked.test))
         return _shape(1 + puzzles * (1 + asked.augmentations))
 
-    def build(self, options: Mapping[str, Any], directory: Path, progress: Progress) -> None:
+    def build(self, options: Mapping[str, Any], directory: Path, progress: Progress, jobs: int = 1) -> None:
         asked = parse_section(BuildOptions, options, "data.build")
         learned = [puzzle for path in asked.train for puzzle in read_puzzles(path)]
         tested = [puzzle for path in asked.test for puzzle in read_puzzles(path)]
@@ -125,17 +127,14 @@ class ArcTask:
             names = writer.names
             train, test = (writer.split(name, SIZE * SIZE, NUM_COLOURS + 2) for name in ("train", "test"))
             puzzles = [(p, False) for p in learned] + [(p, True) for p in tested]
-            for number, (puzzle, is_tested) in enumerate(puzzles):
+            vary = partial(_variants, asked.augmentations, asked.seed)
+            for number, found in enumerate(ordered(vary, puzzles, min(jobs, len(puzzles)))):
                 progress("turning and colouring", number, len(puzzles))
-                ways = list(_augmentations(puzzle, asked.augmentations, asked.seed))
-                first = len(names)
-                names += [way.name_of(puzzle.name) for way in ways]
-                identifiers = np.arange(first, len(names))
-                shown = puzzle.demonstrations if is_tested else _answered(puzzle.pairs())
-                if shown:
-                    train.add_group(identifiers, *_canvases(shown, ways))
-                if is_tested and puzzle.tests:
-                    test.add_group(identifiers, *_canvases(puzzle.tests, ways))
+                identifiers = np.arange(len(names), len(names) + len(found.names))
+                names += found.names
+                for split, canvases in ((train, found.shown), (test, found.asked)):
+                    if canvases is not None:
+                        split.add_group(identifiers, *canvases)
             progress("turning and colouring", len(puzzles), len(puzzles))
             writer.write_json("test_puzzles.json", {puzzle.name: _as_json(puzzle) for puzzle in tested})
 
@@ -373,6 +372,27 @@ def _augmentations(puzzle: ArcPuzzle, count: int, seed: int) -> Iterator[Augment
             yield way
 
 
+@dataclass(frozen=True, slots=True)
+class _Variants:
+    """A task in all its ways: canvases of questions and answers, (ways, pairs, cells) each."""
+
+    names: list[str]
+    shown: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None
+    asked: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None
+
+
+def _variants(augmentations: int, seed: int, what: tuple[ArcPuzzle, bool]) -> _Variants:
+    puzzle, is_tested = what
+    ways = list(_augmentations(puzzle, augmentations, seed))
+    shown = puzzle.demonstrations if is_tested else _answered(puzzle.pairs())
+    asked = puzzle.tests if is_tested else ()
+    return _Variants(
+        [way.name_of(puzzle.name) for way in ways],
+        _canvases(shown, ways) if shown else None,
+        _canvases(asked, ways) if asked else None,
+    )
+
+
 def _looks(puzzle: ArcPuzzle, way: Augmentation) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for pair in puzzle.pairs():
@@ -384,7 +404,6 @@ def _looks(puzzle: ArcPuzzle, way: Augmentation) -> bytes:
 def _canvases(
     pairs: tuple[Pair, ...], ways: list[Augmentation]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Questions and answers (ways, pairs, cells)."""
     questions, answers = (
         np.stack([_canvas(pair[side], way) for way in ways for pair in pairs]).reshape(
             len(ways), len(pairs), -1

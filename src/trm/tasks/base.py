@@ -34,7 +34,7 @@ from macbook_optimization.dataset_files import (
 )
 from macbook_optimization.dataset_management import DatasetManager
 from macbook_optimization.dataset_rows import RowReader
-from macbook_optimization.durable_files import sync
+from macbook_optimization.durable_files import beside, sync
 from macbook_optimization.errors import DataError
 
 DIFFICULTY = "all__difficulty.npy"  # beside the arrays of the public code, which does not read it
@@ -83,7 +83,9 @@ class Task(Protocol):
     name: str
     num_draws: int  # random numbers that one augmentation takes
 
-    def build(self, options: Mapping[str, Any], directory: Path, progress: Progress) -> None: ...
+    def build(self, options: Mapping[str, Any], directory: Path, progress: Progress, jobs: int = 1) -> None:
+        """By so many processes; the same set for any number of them."""
+        ...
 
     def shape(self, options: Mapping[str, Any]) -> TaskShape:
         """Of the dataset that `build` would make."""
@@ -193,13 +195,12 @@ class DatasetWriter:
 
     def __init__(self, directory: Path, made_by: Mapping[str, Any]) -> None:
         self.directory, self.made_by = directory.resolve(), made_by
-        self.partial = self.directory.with_name(f".{self.directory.name}.partial")
+        self.partial = beside(self.directory)
         self.splits: list[SplitWriter] = []
         self.names = ["<blank>"]  # of the puzzle identifiers
 
     def __enter__(self) -> Self:
         with self._reported():
-            shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
         return self
 

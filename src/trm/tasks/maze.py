@@ -41,6 +41,7 @@ class MazeTask(GridTask):
     Options = BuildOptions
     num_draws = 1
     several_answers = True
+    chunk = 50
 
     def symbols(self, size: int) -> str:
         return "#.SGo"

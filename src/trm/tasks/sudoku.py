@@ -7,7 +7,6 @@ puzzle, not even a symmetric copy: `fingerprints` are equal for all copies of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -17,7 +16,7 @@ from pydantic import model_validator
 from macbook_optimization.errors import DataError
 from trm.config import Count
 from trm.tasks import sudoku_puzzles as puzzles
-from trm.tasks.base import IntArray, Progress, Tile
+from trm.tasks.base import IntArray, Tile
 from trm.tasks.grids import GridOptions, Grids, GridTask, Pairs
 
 
@@ -105,16 +104,14 @@ class SudokuTask(GridTask):
     def generate(self, asked: BuildOptions, count: int, first: int) -> Pairs:
         return puzzles.generate(asked.size, asked.num_blanks, count, asked.seed, first=first)
 
-    def generated(self, asked: BuildOptions, progress: Progress) -> dict[str, Pairs]:
+    def kinds(self, asked: BuildOptions) -> list[tuple[BuildOptions, dict[str, int]]]:
         """Copies of a puzzle have as many blanks as it: others do not have to be told apart."""
         wanted = {asked.train_blanks or asked.num_blanks: {"train": asked.train or 2000}}
         wanted.setdefault(asked.num_blanks, {})["test"] = asked.test
-        pairs: dict[str, Pairs] = {}
-        for blanks, sides in wanted.items():
-            make = partial(self.generate, asked.model_copy(update={"blanks": blanks}))
-            what = f"puzzles of size {asked.size} with {blanks} blanks"
-            pairs |= self.distinct(make, sides, what, progress)
-        return pairs
+        return [(asked.model_copy(update={"blanks": blanks}), sides) for blanks, sides in wanted.items()]
+
+    def described(self, asked: BuildOptions) -> str:
+        return f"puzzles of size {asked.size} with {asked.num_blanks} blanks"
 
     def fingerprints(self, questions: Grids, answers: Grids) -> NDArray[np.uint64]:
         return puzzles.fingerprints(questions, answers)

@@ -17,8 +17,9 @@ from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
 from macbook_optimization.linux_readers import oom_kills
+from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
-from trm.config import RunConfig, differences
+from trm.config import TASKS, RunConfig, differences
 from trm.runs import Plan, Run, open_run, set_aside
 from trm.tasks import load_task
 from trm.tasks.base import Task, fingerprint
@@ -88,7 +89,8 @@ def _plan_so_far(run: Run, planner: Planner) -> Plan | None:
 def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
     if config.data.build is not None and not config.data.path.exists():
         display.message(f"There is no {config.data.path} yet; building it.")
-        task.build(config.data.build, config.data.path, display.update)
+        jobs = available_cores() if config.task in TASKS else 1  # workers cannot import a user's file
+        task.build(config.data.build, config.data.path, display.update, jobs)
 
 
 def _with_model(config: RunConfig, path: Path, hardware: HardwareSpecs, display: Display) -> RunConfig:

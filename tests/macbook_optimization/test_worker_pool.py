@@ -1,0 +1,46 @@
+"""Pieces of work in order, by one process or several."""
+
+import os
+import signal
+from contextlib import closing
+from itertools import count, islice
+
+import pytest
+
+from macbook_optimization.errors import DataError
+from macbook_optimization.worker_pool import ordered
+
+
+def squared(number):
+    return number * number
+
+
+def refused(number):
+    if number == 3:
+        raise DataError("three is refused", hint="Take four.")
+    return os.getpid()
+
+
+def interrupted(number):
+    os.kill(os.getpid(), signal.SIGINT)
+    return number
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_results_come_in_order_also_of_endlessly_many_items(jobs):
+    with closing(ordered(squared, count(), jobs)) as results:
+        assert list(islice(results, 20)) == [number * number for number in range(20)]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_error_of_a_worker_is_raised_where_the_results_are_read(jobs):
+    with closing(ordered(refused, range(10), jobs)) as results:
+        workers = {next(results), next(results), next(results)}
+        with pytest.raises(DataError, match="three is refused") as found:
+            next(results)
+    assert found.value.hint == "Take four."
+    assert (os.getpid() in workers) == (jobs == 1)
+
+
+def test_workers_leave_an_interruption_to_who_started_them():
+    assert list(ordered(interrupted, range(4), 2)) == [0, 1, 2, 3]
