@@ -62,6 +62,41 @@ def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision, s
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+def test_how_the_set_is_read_changes_nothing_also_in_the_middle_of_an_epoch(tmp_path, dataset, supervision):
+    """Held in memory, mapped, read row by row with a cache of one row, and each of them for a third."""
+
+    def reading(**loading):
+        supervised = {"training__supervision": supervision, "model__halt_max_steps": 3}
+        return run_config(dataset, data={"path": str(dataset), "loading": loading}, **supervised)
+
+    ways = {
+        "memory": reading(),
+        "mapped": reading(enable_caching=False),
+        "streaming": reading(force_streaming_mode=True, chunk_size_mb=1e-6),
+    }
+    for stop_at, (name, config) in zip((7, 13, 20), ways.items(), strict=True):
+        run(config, tmp_path / name)
+        run(config, tmp_path / "mixed", max_step=stop_at)
+    for other in ("mapped", "streaming", "mixed"):
+        assert_same_run(tmp_path / "memory", tmp_path / other)
+
+
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+def test_a_curriculum_widens_and_goes_on_where_it_was(tmp_path, dataset, supervision):
+    stages = {"share": 0.2, "threshold": 0.0, "widen": 2.0, "every_steps": 4}
+    config = run_config(
+        dataset, training__curriculum=stages, training__supervision=supervision, model__halt_max_steps=3
+    )
+    run(config, tmp_path / "whole")
+    for stop_at in (3, 10, 20):
+        run(config, tmp_path / "parts", max_step=stop_at)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    saved = Run(tmp_path / "whole").checkpoints().newest_good().metadata
+    assert saved["curriculum"]["stage"] == 3  # 0.2, 0.4, 0.8, all
+    assert max(saved["slots"]["stage"]) == 3
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 5])
