@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import plan_of, run_config, sudoku_dataset
 
+from macbook_optimization.dataset_files import BUILD
 from macbook_optimization.errors import DataError
 from trm.config import CurriculumConfig
 from trm.tasks import load_task
@@ -75,9 +76,8 @@ def test_a_curriculum_takes_the_easiest_examples_and_widens_when_they_are_answer
 def test_a_curriculum_looks_back_over_some_steps_and_stops_at_the_whole_set():
     settings = CurriculumConfig(share=0.5, threshold=0.5, widen=2, every_steps=2)
     now = Curriculum()
-    for step, right in enumerate(
-        ([1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0], [1] * 4, [1] * 4), 1
-    ):
+    answered = ([1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1])
+    for step, right in enumerate(answered, start=1):
         now = now.after(np.array(right, dtype=bool), step, settings)
         assert now.stage == (step >= 4)
     assert now == Curriculum(stage=1)
@@ -85,9 +85,9 @@ def test_a_curriculum_looks_back_over_some_steps_and_stops_at_the_whole_set():
 
 def test_a_set_without_difficulties_has_no_curriculum(tmp_path):
     dataset = sudoku_dataset(tmp_path / "set")
-    (dataset / "train" / DIFFICULTY).unlink()
+    for file in (dataset / "train" / DIFFICULTY, dataset / BUILD):  # as the public code would write it
+        file.unlink()
     config = run_config(dataset, training__curriculum={})
+    split = open_split(dataset, "train")
     with pytest.raises(DataError, match="does not say how difficult"):
-        TrainingState(
-            config, plan_of(config), load_task("sudoku"), open_split(dataset, "train"), lambda: None
-        )
+        TrainingState(config, plan_of(config), load_task("sudoku"), split, lambda: None)
