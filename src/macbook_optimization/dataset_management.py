@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -40,6 +41,8 @@ from macbook_optimization.errors import ConfigError, DataError
 MIB = 2**20
 Batch = dict[str, NDArray[Any]]  # inputs, labels, and the puzzle_identifiers of each example's puzzle
 Chunks = Generator[Batch, None, None]
+Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
+Result = TypeVar("Result")
 
 # Assumed, not measured: the other half of the available memory is for weights and activations.
 _MEMORY_SHARE = 0.5
@@ -59,6 +62,7 @@ class DatasetSettings:
     enable_caching: bool = True
     auto_fallback_streaming: bool = True
     force_streaming_mode: bool = False
+    preprocessing_workers: int = 2
 
     def __post_init__(self) -> None:
         found = []
@@ -67,6 +71,8 @@ class DatasetSettings:
                 found.append(f"{name} is {getattr(self, name)}; it must not be negative")
         if not self.chunk_size_mb > 0:
             found.append(f"chunk_size_mb is {self.chunk_size_mb}; it must be above 0")
+        if not self.preprocessing_workers >= 1:
+            found.append(f"preprocessing_workers is {self.preprocessing_workers}; it must be at least 1")
         if found:
             raise ConfigError("\n".join(found))
 
@@ -204,11 +210,17 @@ class DatasetManager:
         fitting = int(self.settings.chunk_size_mb * MIB) // files.bytes_per_example
         return StreamingDataset(files, files.puzzle_index(), max(fitting // whole, 1) * whole)
 
-    def preprocess_and_cache(self, dataset_path: str | Path, cache_dir: str | Path) -> Path:
+    def preprocess_and_cache(
+        self,
+        dataset_path: str | Path,
+        cache_dir: str | Path,
+        progress: Progress = lambda what, done, total: None,
+    ) -> Path:
         """A copy of the dataset with every array in its narrowest type and in C order, ready to be mapped.
 
         Its name is the sha256 of what it was made from, so it never has to be brought up to date: a changed
-        dataset has another name. What stands under that name is complete.
+        dataset has another name. What stands under that name is complete. Chunks are read and narrowed by
+        `preprocessing_workers` threads, and `progress` hears how many bytes were gone through.
         """
         dataset = Path(dataset_path)
         present = [split for split in ("train", "test") if (dataset / split).is_dir()] or ["train"]
@@ -217,12 +229,17 @@ class DatasetManager:
         if (dataset / "identifiers.json").is_file():  # the puzzles' names, which not every dataset has
             texts.append(dataset / "identifiers.json")
         chunk_bytes = int(self.settings.chunk_size_mb * MIB)
+        total = 2 * sum(array.num_bytes for array in arrays)  # each is read twice
         try:
             cache = Path(cache_dir) / _content_hash(dataset, [*texts, *(array.path for array in arrays)])
             if cache.is_dir() and not _is_whole(cache, present):
                 remove_directory(cache)  # it can be made again
             if not cache.is_dir():
-                _write_cache(cache, dataset, texts, arrays, chunk_bytes)
+                with ThreadPoolExecutor(self.settings.preprocessing_workers, "preprocessing") as workers:
+                    chunks = Chunked(
+                        workers, self.settings.preprocessing_workers, chunk_bytes, progress, total
+                    )
+                    _write_cache(cache, dataset, texts, arrays, chunks)
         except OSError as error:
             raise DataError(f"Cannot cache {dataset} in {cache_dir}: {error.strerror or error}") from error
         return cache
@@ -273,14 +290,14 @@ def _content_hash(dataset: Path, sources: Sequence[Path]) -> str:
 
 
 def _write_cache(
-    cache: Path, dataset: Path, texts: Sequence[Path], arrays: Sequence[ArrayFile], chunk_bytes: int
+    cache: Path, dataset: Path, texts: Sequence[Path], arrays: Sequence[ArrayFile], chunks: Chunked
 ) -> None:
     partial = beside(cache)
     try:
         for text in texts:
             _write(partial / text.relative_to(dataset), [text.read_bytes()])
         for array in arrays:
-            _write(partial / array.path.relative_to(dataset), _narrow_parts(array, chunk_bytes))
+            _write(partial / array.path.relative_to(dataset), _narrow_parts(array, chunks))
         _write(partial / BUILD, [json.dumps({"sha256": digests(partial)}).encode()])
         partial.rename(cache)
         sync(cache.parent)
@@ -307,18 +324,44 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
     sync(path.parent)
 
 
-def _narrow_parts(array: ArrayFile, chunk_bytes: int) -> Iterator[bytes]:
+@dataclass(slots=True)
+class Chunked:
+    """An array's chunks, worked on by several threads and handed out in order; few are in memory at a time.
+    Threads are enough: reading and NumPy leave the interpreter to each other."""
+
+    workers: ThreadPoolExecutor
+    num_workers: int
+    chunk_bytes: int
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def map(self, work: Callable[[NDArray[Any]], Result], array: ArrayFile) -> Iterator[Result]:
+        rows = max(self.chunk_bytes // array.row_bytes, 1)
+        coming: deque[Future[Result]] = deque()
+        for start in (*range(0, len(array), rows), *[None] * self.num_workers):
+            if start is not None:
+                coming.append(self.workers.submit(self._work, work, array, start, start + rows))
+            if coming and (start is None or len(coming) > self.num_workers):
+                yield coming.popleft().result()
+                self.done += min(rows * array.row_bytes, self.total - self.done)
+                self.progress("preprocessing", self.done, self.total)
+
+    def _work(
+        self, work: Callable[[NDArray[Any]], Result], array: ArrayFile, start: int, stop: int
+    ) -> Result:
+        return work(array.rows(start, min(stop, len(array))))
+
+
+def _narrow_parts(array: ArrayFile, chunks: Chunked) -> Iterator[bytes]:
     """The array as a file in its narrowest type, chunk by chunk; reads it twice."""
-    rows = max(chunk_bytes // array.row_bytes, 1)
-    ranges = [(start, min(start + rows, len(array))) for start in range(0, len(array), rows)]
-    extremes = [(int(part.min()), int(part.max())) for part in (array.rows(*r) for r in ranges)]
+    extremes = list(chunks.map(lambda part: (int(part.min()), int(part.max())), array))
     dtype = narrowest_dtype(min(low for low, _ in extremes), max(high for _, high in extremes))
     header = BytesIO()
     described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": array.shape}
     npy.write_array_header_1_0(header, described)
     yield header.getvalue()
-    for start, stop in ranges:
-        yield array.rows(start, stop).astype(dtype).tobytes()
+    yield from chunks.map(lambda part: part.astype(dtype).tobytes(), array)
 
 
 def narrowest_dtype(least: int, most: int) -> np.dtype[Any]:

@@ -329,6 +329,17 @@ def test_a_cache_holds_the_same_rows_in_the_narrowest_type(tmp_path, chunk_rows)
     assert all(array.flags.c_contiguous for array in mapped.values())
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_progress_counts_up_to_the_end_whoever_works(dataset, tmp_path, workers):
+    heard = []
+    settings = DatasetSettings(chunk_size_mb=1e-3, preprocessing_workers=workers)
+    DatasetManager(settings).preprocess_and_cache(dataset, tmp_path, lambda *told: heard.append(told))
+    done = [told[1] for told in heard]
+    assert len(done) > 10
+    assert done == sorted(done)
+    assert done[-1] == heard[-1][2]
+
+
 def test_a_cached_dataset_is_a_dataset(tmp_path):
     dataset = sudoku_dataset(tmp_path / "sudoku")
     cache = DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
