@@ -20,7 +20,7 @@ from trm.backends.base import Answerer, load_backend
 from trm.config import RunConfig
 from trm.runs import DEFAULT_PLAN, Plan, Run, check_compatible
 from trm.tasks import load_task
-from trm.tasks.base import IntArray, Split, Task, TaskShape, open_split, shape_from
+from trm.tasks.base import IGNORE_LABEL, IntArray, Split, Task, TaskShape, open_split, shape_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def predict(
         question=question.tokens,
         answers=tokens,
         confidence=float(1 / (1 + np.exp(-answers.halt_logits[-1, 0]))),
-        problem=model.task.judge(question.tokens, tokens[-1]),
+        problem=model.task.judge(question.tokens, tokens[-1], question.label),
     )
 
 
@@ -116,7 +116,8 @@ def question_of_test_set(split: Split, number: int) -> Question:
         raise DataError(f"There is no test puzzle {number}; there are 0 to {len(split) - 1}")
     chosen = np.array([number])
     questions, labels = split.rows(chosen)
-    return Question(questions[0], int(split.identifiers(chosen)[0]), labels[0])
+    known = (labels[0] != IGNORE_LABEL).any()
+    return Question(questions[0], int(split.identifiers(chosen)[0]), labels[0] if known else None)
 
 
 def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:
@@ -129,9 +130,7 @@ def describe(task: Task, prediction: Prediction, *, steps: bool, color: bool, wi
             f"step {i}{_what_changed(before, after)}\n" + task.show(prediction.question, after, before, color)
             for i, (before, after) in enumerate(pairs, start=1)
         ]
-    verdict = (
-        "solved: every rule holds" if prediction.problem is None else f"not solved: {prediction.problem}"
-    )
+    verdict = task.solved if prediction.problem is None else f"not solved: {prediction.problem}"
     summary = f"{verdict} (after {len(answers)} steps)"
     legend = task.legend(steps, color)
     return f"{_side_by_side(pictures, width)}\n\n{summary}" + (f"\n{legend}" if legend else "")

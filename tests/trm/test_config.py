@@ -217,7 +217,7 @@ def test_the_numeric_keys_are_found():
 def test_a_number_that_makes_no_sense_is_refused_in_one_line_that_names_it(key, value):
     def read():
         config = load_config("sudoku-6x6", [f"{key}={value}"])
-        load_task(config.task).shape(config.data.build)
+        load_task(config.task).check_options(config.data.build)
 
     if key in MEANT.get(value, ()):
         read()

@@ -109,6 +109,10 @@ class ArcTask:
     name = "arc"
     num_draws = 3
     headline = "pass@2"
+    solved = "answered, and not known to be wrong"
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        parse_section(BuildOptions, options, "data.build")
 
     def shape(self, options: Mapping[str, Any]) -> TaskShape:
         """Identifiers are an upper bound: small grids have fewer different augmentations."""
@@ -205,9 +209,13 @@ class ArcTask:
     def right_answer(self, question: IntArray) -> IntArray | None:
         return None
 
-    def judge(self, question: IntArray, answer: IntArray) -> str | None:
+    def judge(self, question: IntArray, answer: IntArray, label: IntArray | None = None) -> str | None:
         """Whether the rule was found, only the author of a task can tell; whether it is a grid, anybody."""
-        return None if crop(answer).size else "the answer is no grid: its first cell has no colour"
+        if not crop(answer).size:
+            return "the answer is no grid: its first cell has no colour"
+        if label is not None and not np.array_equal(crop(answer), crop(label)):
+            return "the author of the task has another answer"
+        return None
 
     def scorer(self, dataset: Path) -> Votes:
         return Votes(dataset)

@@ -87,6 +87,10 @@ class Task(Protocol):
         """By so many processes; the same set for any number of them."""
         ...
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` that says what is wrong with what `build` would be asked for."""
+        ...
+
     def shape(self, options: Mapping[str, Any]) -> TaskShape:
         """Of the dataset that `build` would make."""
         ...
@@ -125,8 +129,10 @@ class Task(Protocol):
         """Where the task can find it by itself."""
         ...
 
-    def judge(self, question: IntArray, answer: IntArray) -> str | None:
-        """None if the answer obeys the rules; otherwise the first rule that it breaks."""
+    solved: str  # what can be said of an answer that `judge` finds nothing wrong with
+
+    def judge(self, question: IntArray, answer: IntArray, label: IntArray | None = None) -> str | None:
+        """None, or the first thing that is wrong. A task that has no rules to judge by goes by the label."""
         ...
 
     @property

@@ -51,6 +51,7 @@ class GridTask(ABC):
     name: str
     Options: type[GridOptions] = GridOptions
     num_draws: int = 0  # random numbers that one augmentation takes
+    solved: str = "solved: every rule holds"
     several_answers: bool = False  # whether other answers than the label can be right
     chunk: int = 1000  # examples that are made at a time: about a second's work, or several
 
@@ -98,6 +99,9 @@ class GridTask(ABC):
         )
 
     # What a Task must do
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        parse_section(self.Options, options, "data.build")
 
     def shape(self, options: Mapping[str, Any]) -> TaskShape:
         return self._shape(parse_section(self.Options, options, "data.build").size)
@@ -210,7 +214,7 @@ class GridTask(ABC):
             return None
         return None if problems[0] else answers[0].reshape(-1).astype(np.int64) + 1
 
-    def judge(self, question: IntArray, answer: IntArray) -> str | None:
+    def judge(self, question: IntArray, answer: IntArray, label: IntArray | None = None) -> str | None:
         size = self.size_of(len(question))
         asked, answered = ((tokens - 1).reshape(size, size).astype(np.int8) for tokens in (question, answer))
         return self.judge_grid(asked, answered)

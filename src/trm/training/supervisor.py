@@ -50,7 +50,7 @@ def prepare(
     """Everything before the first step that needs no torch of our own: data, checks, hardware, plan."""
     task = load_task(config.task)
     if config.data.build is not None:
-        task.shape(config.data.build)  # says what is wrong with the options, also where nothing is built
+        task.check_options(config.data.build)  # also where nothing is built
     build_if_missing(config, task, display)
     train_split, test_split = open_splits(config, task)
     if fresh and (aside := set_aside(path)):

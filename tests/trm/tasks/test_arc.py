@@ -273,3 +273,11 @@ def test_the_real_tasks_are_read_and_their_overlap_is_seen(tmp_path):
     }
     with pytest.raises(DataError, match=r"37\d of the 400 tasks"):
         TASK.build(options, tmp_path / "set", quiet)
+
+
+def test_an_answer_is_judged_by_its_author_if_by_anybody():
+    question, right = encoded(np.array([[1, 2]])), encoded(np.array([[3, 4], [5, 6]]))
+    assert TASK.judge(question, right) is None
+    assert TASK.judge(question, right, right) is None
+    assert "another answer" in TASK.judge(question, encoded(np.array([[3, 4]])), right)
+    assert "no grid" in TASK.judge(question, np.ones(900, dtype=np.int64), right)
