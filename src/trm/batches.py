@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,8 +84,8 @@ class Order:
 
     seed: int
     num_slots: int
-    group_indices: IntArray  # group g is puzzles group_indices[g] : group_indices[g + 1]
-    puzzle_indices: IntArray  # puzzle p is examples puzzle_indices[p] : puzzle_indices[p + 1]
+    group_indices: NDArray[Any]  # group g is puzzles group_indices[g] : group_indices[g + 1]
+    puzzle_indices: NDArray[Any]  # puzzle p is examples puzzle_indices[p] : puzzle_indices[p + 1]
     easiest: IntArray | None = None  # groups by difficulty, for a curriculum
     open_groups: Callable[[int], int] | None = None  # how many of them in this stage of it
 
@@ -118,8 +119,8 @@ class Order:
         return (words >> np.uint64(1)).astype(np.int64)
 
 
-def _draw_between(bounds: IntArray, which: IntArray, draws: FloatArray) -> IntArray:
-    start, stop = bounds[which], bounds[which + 1]
+def _draw_between(bounds: NDArray[Any], which: IntArray, draws: FloatArray) -> IntArray:
+    start, stop = (bounds[each].astype(np.int64) for each in (which, which + 1))
     return np.asarray(start + (draws * (stop - start)).astype(np.int64))
 
 

@@ -157,15 +157,15 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One half of a dataset. Inputs and labels are read by row; the maps of them are to look at."""
+    """One half of a dataset. Its arrays are maps, to look at; inputs and labels are read by row."""
 
     shape: TaskShape
     ignore_label: int | None
     inputs: NDArray[Any]
     labels: NDArray[Any]
-    puzzle_identifiers: IntArray
-    puzzle_indices: IntArray
-    group_indices: IntArray
+    puzzle_identifiers: NDArray[Any]
+    puzzle_indices: NDArray[Any]
+    group_indices: NDArray[Any]
     directory: Path
     reader: RowReader
     digests: Mapping[str, str]  # of what the arrays hold, however it is stored
@@ -192,7 +192,7 @@ class Split:
 
     def identifiers(self, examples: IntArray) -> IntArray:
         puzzles = np.searchsorted(self.puzzle_indices, examples, side="right") - 1
-        return self.puzzle_identifiers[puzzles]
+        return self.puzzle_identifiers[puzzles].astype(np.int64)
 
 
 class DatasetWriter:
@@ -267,6 +267,7 @@ class SplitWriter:
         self.examples_of_puzzle: list[NDArray[np.int64]] = []
         self.puzzles_of_group: list[NDArray[np.int64]] = []
         self.identifiers: list[NDArray[np.int64]] = []
+        self.difficulties: list[IntArray] = []
 
     def _header(self, num_rows: int) -> bytes:
         """As long for any number of rows, so that it can be written again when that is known."""
@@ -290,7 +291,7 @@ class SplitWriter:
     ) -> None:
         """Each a puzzle and a group of its own, without an identifier."""
         if difficulties is not None:
-            np.save(self.directory / DIFFICULTY, difficulties.astype(np.int32))
+            self.difficulties.append(difficulties)
         self._write(inputs, labels)
         self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
         self.examples_of_puzzle.append(np.ones(len(inputs), dtype=np.int64))
@@ -316,6 +317,8 @@ class SplitWriter:
             ("group_indices", np.cumsum([0, *puzzles])),
         ):
             np.save(self.directory / f"all__{name}.npy", array.astype(np.int32))
+        if self.difficulties:
+            np.save(self.directory / DIFFICULTY, np.concatenate(self.difficulties).astype(np.int32))
         metadata = {
             "seq_len": self.seq_len,
             "vocab_size": self.vocab_size,
@@ -380,9 +383,8 @@ def open_split(
             check_digests(dataset, name)
     if problems:
         raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
-    indices = {field: np.array(arrays[field], dtype=np.int64) for field in FIELDS[2:]}
     return Split(
-        metadata.shape, metadata.ignore_label_id, arrays["inputs"], arrays["labels"], **indices,
+        metadata.shape, metadata.ignore_label_id, **arrays,
         directory=directory,
         reader=RowReader(files, "mapped") if manager is None else manager.open_rows(files),
         digests=trusted or {},
@@ -417,7 +419,7 @@ def _problems(arrays: Mapping[str, NDArray[Any]], shape: TaskShape) -> list[str]
         array = arrays[field]
         if array.ndim != 1 or len(array) < 2 or (length is not None and len(array) != length):
             found.append(f"{field} has shape {array.shape}")
-        elif array[0] != 0 or array[-1] != last or (np.diff(array.astype(np.int64)) < 1).any():
+        elif array[0] != 0 or array[-1] != last or (array[1:] <= array[:-1]).any():
             found.append(f"{field} does not count up to {last}")
     return found
 

@@ -87,7 +87,7 @@ class TrainingState:
         if share := in_force(self.config.training.hints, step):
             draws = self.order.draws(Purpose.HINTS, slots.k, 2 + inputs.shape[1])
             inputs = with_hints(inputs, labels, draws, share)
-        identifiers = self.split.puzzle_identifiers[puzzles]
+        identifiers = self.split.puzzle_identifiers[puzzles].astype(np.int64)
         noise_seeds = self.order.noise_seeds(slots.k) if self.config.training.noise else None
         return StepBatch(inputs, labels, identifiers, slots.fresh, noise_seeds)
 
