@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_reference import reference
 
-from trm.config import CheckpointsConfig, PlanSettings
+from trm.config import CheckpointsConfig, CurriculumConfig, LoadingConfig, PlanSettings
 from trm.tasks.sudoku import TASK
 from trm.tasks.sudoku_puzzles import generate
 
@@ -102,10 +102,12 @@ def test_the_commands_of_the_checkpoint_page_work(tmp_path):
     assert "lm_head.weight" in answers[2]
 
 
-def test_every_plan_and_checkpoint_setting_is_explained():
+def test_every_setting_of_these_sections_is_explained():
     for page, section, model in (
         ("machine", "plan", PlanSettings),
         ("checkpoints", "checkpoints", CheckpointsConfig),
+        ("tasks", "data.loading", LoadingConfig),
+        ("tasks", "training.curriculum", CurriculumConfig),
     ):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         for name in model.model_fields:
