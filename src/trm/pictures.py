@@ -65,8 +65,9 @@ def _draw_tile(
     pen.rectangle((x, y, x + side, y + side), fill=tile.fill, outline=_LINE)
     if tile.text:
         pen.text((x + side / 2, y + side / 2), tile.text, fill=tile.ink, font=font, anchor="mm")
-    if tile.wrong:
+    if tile.wrong:  # in white, too: cells may be red
         width = max(2, side // 10)
+        pen.rectangle((x + 1, y + 1, x + side - 1, y + side - 1), outline="white", width=width + 2)
         pen.rectangle((x + 1, y + 1, x + side - 1, y + side - 1), outline=_WRONG, width=width)
 
 

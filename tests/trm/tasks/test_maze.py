@@ -186,3 +186,8 @@ def test_maze_hard_is_imported(tmp_path):
     splits = [open_split(tmp_path / "set", name) for name in ("train", "test")]
     assert [len(split) for split in splits] == [1000, 500]
     assert splits[0].shape == TaskShape(900, 6, 6, 1)
+
+
+def test_a_test_half_may_be_the_larger_one(tmp_path):
+    TASK.build({"size": 6, "min_path": 3, "train": 20, "test": 200}, tmp_path / "set", quiet)
+    assert [len(open_split(tmp_path / "set", name)) for name in ("train", "test")] == [20, 200]

@@ -262,7 +262,7 @@ def test_kills_with_progress_between_them_are_no_reason_to_give_up(tmp_path):
 @pytest.mark.slow
 def test_data_that_are_cut_short_while_they_are_read_are_named(tmp_path):
     """Reading a map beyond the end of its file kills the process."""
-    parent = start(tmp_path, "run", "training.max_steps=100000")
+    parent = start(tmp_path, "run", "training.max_steps=100000", "data.loading.enable_caching=false")
     trainer_of(parent)
     wait_for(lambda: Run(tmp_path / "run").rows())
     os.truncate(tmp_path / "set" / "train" / "all__inputs.npy", 0)
@@ -341,7 +341,7 @@ def test_a_program_that_takes_most_of_the_memory_is_given_way_to_until_it_ends(t
     parent.send_signal(signal.SIGINT)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 130, errors
-    assert events() == ["plan", "batch shrunk", "batch grown", "stopped"]
+    assert events() == ["plan", "data mapped", "batch shrunk", "batch grown", "stopped"]
 
 
 BASE = """
