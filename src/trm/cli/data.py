@@ -79,6 +79,7 @@ def build_sudoku(size: str, **options: Any) -> None:
     "--min-path", type=int, default=13, show_default=True,
     help="Cells of the shortest path at least, both ends counted. Maze-Hard has 30 and 110.",
 )  # fmt: skip
+@click.option("--train-min-path", type=int, help="Another least path for training mazes.")
 @grid_options
 def build_maze(**options: Any) -> None:
     """Mazes of random walls with a long way from S to G; no test maze is a turned training maze."""

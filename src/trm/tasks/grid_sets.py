@@ -64,14 +64,21 @@ def _examples(task: GridTask, questions: Grids, answers: Grids) -> Examples:
 def generated(task: GridTask, asked: GridOptions, progress: Progress, jobs: int) -> dict[str, Examples]:
     halves: dict[str, Examples] = {}
     for options, wanted in task.kinds(asked):
-        halves |= _distinct(task, options, wanted, progress, jobs)
+        taken = joined(list(halves.values())).marks if halves else np.zeros(0, dtype=np.uint64)
+        halves |= _distinct(task, options, wanted, taken, progress, jobs)
     return halves
 
 
 def _distinct(
-    task: GridTask, asked: GridOptions, wanted: Mapping[str, int], progress: Progress, jobs: int
+    task: GridTask,
+    asked: GridOptions,
+    wanted: Mapping[str, int],
+    taken: NDArray[np.uint64],
+    progress: Progress,
+    jobs: int,
 ) -> dict[str, Examples]:
-    """The fingerprint alone decides between train and test, so no order of generation can mix them."""
+    """The fingerprint alone decides between train and test, so no order of generation can mix them. What
+    `taken` has is in a half that was made by other options."""
     total, what = sum(wanted.values()), task.described(asked)
     chunk = min(task.chunk, max(total, 64))
     share = min(max(wanted.get("test", 0) / total, 0.05), 0.95)  # neither side waits for a rare one
@@ -79,7 +86,8 @@ def _distinct(
     fruitless = done = 0
     jobs = min(jobs, math.ceil(total / chunk))
     with closing(ordered(partial(_made, task, asked, chunk), count(0, chunk), jobs)) as chunks:
-        for made in chunks:
+        for every in chunks:
+            made = every[~np.isin(every.marks, taken)]
             is_test = made.marks < np.uint64(share * 2**64)
             for side, half in kept.items():
                 half.take(made[is_test == (side == "test")] if len(wanted) > 1 else made)

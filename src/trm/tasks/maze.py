@@ -26,13 +26,14 @@ _FILLS = ((50, 50, 50), (255, 255, 255), (30, 140, 60), (200, 50, 50), (110, 160
 class BuildOptions(GridOptions):
     size: Annotated[Count, Field(ge=3, le=mazes.LARGEST)] = 10
     min_path: Annotated[Count, Field(ge=2)] = 13  # cells of the shortest path, both ends counted
+    train_min_path: Annotated[Count, Field(ge=2)] | None = None  # of training mazes, if they are to be easier
 
     @model_validator(mode="after")
     def _check_path(self) -> Self:
-        if self.min_path > self.size**2:
-            raise ValueError(
-                f"min_path {self.min_path} is more than a {self.size}x{self.size} maze has cells"
-            )
+        if max(self.min_path, self.train_min_path or 0) > self.size**2:
+            raise ValueError(f"min_path is more than a {self.size}x{self.size} maze has cells")
+        if self.file is not None and self.train_min_path:
+            raise ValueError("train_min_path is for generated mazes, not for those `from` a file")
         return self
 
 
@@ -55,8 +56,14 @@ class MazeTask(GridTask):
         questions[each, goals[:, 0], goals[:, 1]] = GOAL
         return questions, _with_path(questions, mazes.labelled_paths(walls, starts, goals))
 
+    def kinds(self, asked: BuildOptions) -> list[tuple[BuildOptions, dict[str, int]]]:
+        if asked.train_min_path in (None, asked.min_path):
+            return super().kinds(asked)
+        train = asked.model_copy(update={"min_path": asked.train_min_path})
+        return [(train, {"train": asked.train or 2000}), (asked, {"test": asked.test})]
+
     def fingerprints(self, questions: Grids, answers: Grids) -> NDArray[np.uint64]:
-        """Equal for all rotations and reflections of a maze; a sum (which wraps) is as uniform as its parts."""
+        """Equal for all rotations and reflections of a maze: a sum that wraps, as uniform as its parts."""
         every = [super(MazeTask, self).fingerprints(_turned(questions, turn), answers) for turn in range(8)]
         return np.asarray(np.add.reduce(every))
 

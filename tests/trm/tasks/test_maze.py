@@ -152,7 +152,17 @@ def test_a_set_of_mazes_shares_none_between_its_halves(tmp_path):
         assert all(TASK.judge(q, a) is None for q, a in zip(inputs, labels, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [{"size": 41}, {"size": 2}, {"min_path": 1}, {"size": 4, "min_path": 17}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 41},
+        {"size": 2},
+        {"min_path": 1},
+        {"size": 4, "min_path": 17},
+        {"train_min_path": 101},
+        {"train_min_path": 3, "from": "file"},
+    ],
+)
 def test_sizes_and_paths_that_make_no_sense_are_refused(tmp_path, wrong):
     with pytest.raises(ConfigError):
         TASK.build(wrong, tmp_path / "set", quiet)
@@ -191,3 +201,14 @@ def test_maze_hard_is_imported(tmp_path):
 def test_a_test_half_may_be_the_larger_one(tmp_path):
     TASK.build({"size": 6, "min_path": 3, "train": 20, "test": 200}, tmp_path / "set", quiet)
     assert [len(open_split(tmp_path / "set", name)) for name in ("train", "test")] == [20, 200]
+
+
+def test_training_mazes_may_be_easier_and_are_no_test_mazes(tmp_path):
+    """Of 3x3 mazes there are so few that halves made apart would share many."""
+    options = {"size": 3, "min_path": 4, "train_min_path": 2, "train": 400, "test": 60}
+    TASK.build(options, tmp_path / "set", quiet)
+    train, test = (open_split(tmp_path / "set", name) for name in ("train", "test"))
+    assert train.difficulties().min() == 0
+    assert test.difficulties().min() == 2
+    marks = [TASK.fingerprints((s.inputs - 1).reshape(-1, 3, 3), s.labels) for s in (train, test)]
+    assert not np.isin(marks[1], marks[0]).any()
