@@ -87,6 +87,7 @@ def test_memory_is_given_back_when_it_is_needed(tmp_path):
     np.testing.assert_array_equal(reader.take(np.array([19_999]))[1], arrays["labels"][19_999:])
 
 
+@pytest.mark.slow
 def test_a_map_that_was_read_everywhere_takes_no_memory(tmp_path):
     stored, _ = files(tmp_path, rows=300_000, width=900)
     reader = RowReader(stored, "mapped")

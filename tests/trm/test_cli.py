@@ -75,6 +75,7 @@ def test_a_dataset_is_built_once(tmp_path):
     assert "set is already there" in fails(1, *build, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_result_as_json(workspace):
     facts = json.loads(ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "run", "--json", cwd=workspace))
     assert (facts["reason"], facts["step"]) == ("max_steps", 40)
@@ -100,6 +101,7 @@ def test_eval_reports_accuracy_by_depth(workspace):
 PUZZLE = "1.....3..4.....2"
 
 
+@pytest.mark.slow
 def test_predict_prints_the_grid_with_given_digits_marked(workspace):
     text = ok("predict", "run", PUZZLE, cwd=workspace)
     assert len(re.findall(r"\[\d\]|!", text)) == 4, "one mark for every given digit, kept or changed"
@@ -107,11 +109,13 @@ def test_predict_prints_the_grid_with_given_digits_marked(workspace):
     assert "solved" in text
 
 
+@pytest.mark.slow
 def test_predict_shows_how_the_answer_forms(workspace):
     text = ok("predict", "run", PUZZLE, "--steps", "--depth", 3, cwd=workspace)
     assert re.findall(r"step \d", text) == ["step 1", "step 2", "step 3"]
 
 
+@pytest.mark.slow
 def test_predict_reads_puzzles_from_standard_input(workspace):
     lines = ok("predict", "run", "-", "--json", cwd=workspace, stdin=f"{PUZZLE}\n\n{'.' * 16}\n").splitlines()
     first, second = map(json.loads, lines)

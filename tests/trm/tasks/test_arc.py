@@ -259,6 +259,7 @@ def test_changes_are_starred():
     assert TASK.show(before, larger, before, color=False) == "1*2*3*"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_file(), reason="needs the shared data")
 def test_the_real_tasks_are_read_and_their_overlap_is_seen(tmp_path):
     with tarfile.open(SHARED) as archive:

@@ -189,6 +189,7 @@ def test_labels_are_those_of_maze_hard():
     np.testing.assert_array_equal(TASK.solve(questions)[0], answers)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_file(), reason="needs the shared data")
 def test_maze_hard_is_imported(tmp_path):
     options = {"size": 30, "from": str(SHARED), "source": "train", "test_source": "test", "test": 500}

@@ -293,6 +293,7 @@ def test_a_symmetric_copy_of_a_training_puzzle_is_no_test_puzzle(tmp_path):
         build(tmp_path / "other", **options, test=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="the real puzzles are not here (../shared/data)")
 def test_the_real_sudoku_extreme_puzzles_are_read(tmp_path):
     options = {"source": "sudoku_extreme_train1k", "test_source": "forum_hardest_1905_11+"}
