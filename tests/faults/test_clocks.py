@@ -33,8 +33,8 @@ def saves(run):
 
 @pytest.mark.slow
 def test_a_process_that_was_stopped_saves_once_and_goes_on(tmp_path, tally, full):
-    asleep, every = (60, 20) if full else (6, 2)
-    process = start(tmp_path, *KEEP_ALL, f"checkpoints.every_seconds={every}", "--max-steps", "400")
+    asleep, every, steps = (60, 20, 400) if full else (6, 2, 200)
+    process = start(tmp_path, *KEEP_ALL, f"checkpoints.every_seconds={every}", "--max-steps", str(steps))
     run, trainer = Run(tmp_path / "run"), trainer_of(process)
     wait_for(lambda: any("loss" in row for row in run.rows()))
     for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -39,7 +39,7 @@ def test_a_killed_build_leaves_a_whole_set_or_none(tmp_path, tally, full):
     seconds, fate = time.monotonic() - started, random.Random(0)
     (tmp_path / "set").rename(tmp_path / "first")
     tally = tally("dataset build killed")
-    for _ in range(50 if full else 6):
+    for _ in range(50 if full else 4):
         process = build(tmp_path)
         time.sleep(fate.uniform(0, 1.1 * seconds))
         kill_with_workers(process)

@@ -37,7 +37,7 @@ def same(one, other):
 @pytest.mark.slow
 def test_kills_at_random_times_change_nothing(tmp_path, tally, full):
     run, fate = Run(tmp_path / "run"), random.Random(0)
-    tally, kills = tally("run killed and resumed"), 200 if full else 6
+    tally, kills = tally("run killed and resumed"), 200 if full else 4
     process, lost_most = start(tmp_path), 0
     for number in range(kills):
         trainer, begun = trainer_of(process), starts(run)

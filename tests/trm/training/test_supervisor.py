@@ -155,7 +155,7 @@ def test_a_plan_is_measured_explained_and_remembered(tmp_path, dataset, monkeypa
 
 @pytest.mark.slow
 def test_a_model_that_cannot_fit_is_refused_with_choices_and_fitted_on_request(tmp_path, dataset):
-    too_large = {"hidden_size": 1024, "mlp_t": True, "pos_encodings": "none", "L_cycles": 1}
+    too_large = {"hidden_size": 1024, "mlp_t": True, "pos_encodings": "none", "L_cycles": 1, "H_cycles": 1}
     config = run_config(dataset, model=too_large, plan={"memory_limit_mb": 500, "threads": 1})
     with pytest.raises(
         MemoryBudgetError, match=r"needs about \d+ MiB.*Recipes that should fit: model.hidden"
