@@ -99,7 +99,10 @@ def build_maze(**options: Any) -> None:
     "--augmentations", type=int, default=100, show_default=True, help="Turned and recoloured copies a task."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--allow-overlap", is_flag=True, help="Although tasks are in both.")
+@click.option(
+    "--overlap", type=click.Choice(["refuse", "drop", "allow"]), default="refuse", show_default=True,
+    help="Tasks that are in both: drop leaves them out of what is learned.",
+)  # fmt: skip
 @partial(with_options, options=building_options)
 def build_arc(
     train: tuple[Path, ...],

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,8 @@ class BuildOptions(Section):
     test: Annotated[tuple[Path, ...], Field(min_length=1)]
     augmentations: Annotated[CountOrZero, Field(le=10_000)] = 100
     seed: CountOrZero = 0
-    allow_overlap: bool = False  # tasks of `test` that are also in `train`
+    # What becomes of tasks in `train` that are also in `test`; `drop` leaves them out of what is learned.
+    overlap: Literal["refuse", "drop", "allow"] = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,11 @@ class ArcTask:
         asked = parse_section(BuildOptions, options, "data.build")
         learned = [puzzle for path in asked.train for puzzle in read_puzzles(path)]
         tested = [puzzle for path in asked.test for puzzle in read_puzzles(path)]
-        if not asked.allow_overlap:
-            _refuse_overlap(learned, tested)
+        if asked.overlap != "allow":
+            both = _overlap(learned, tested)
+            if both and asked.overlap == "refuse":
+                raise _refusal(both, len(learned))
+            learned = [puzzle for puzzle in learned if puzzle.name not in both]
         made_by = {"task": self.name, "options": asked.model_dump(mode="json")}
         with DatasetWriter(directory, made_by) as writer:
             names = writer.names
@@ -443,17 +447,27 @@ def _answered(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     return tuple(pair for pair in pairs if pair[1] is not None)
 
 
-def _refuse_overlap(learned: list[ArcPuzzle], tested: list[ArcPuzzle]) -> None:
-    seen = {_pair_key(pair) for puzzle in learned for pair in puzzle.pairs()}
-    names = {puzzle.name for puzzle in learned}
-    both = [p.name for p in tested if p.name in names or any(_pair_key(pair) in seen for pair in p.pairs())]
-    if both:
-        raise DataError(
-            f"{len(both)} of the {len(tested)} tasks to be asked about are also among those to learn from: "
-            f"{', '.join(both[:5])}{' and others' if len(both) > 5 else ''}",
-            hint="Figures on tasks that were learned mean nothing. allow_overlap (--allow-overlap) builds it "
-            "all the same.",
-        )
+def _overlap(learned: list[ArcPuzzle], tested: list[ArcPuzzle]) -> dict[str, str]:
+    """Of the tasks to learn from, those that are also asked about, by their name or by a pair of grids."""
+    asked = {_pair_key(pair): puzzle.name for puzzle in tested for pair in puzzle.pairs()}
+    asked_names = {puzzle.name for puzzle in tested}
+    found = {}
+    for puzzle in learned:
+        same = [asked[key] for pair in puzzle.pairs() if (key := _pair_key(pair)) in asked]
+        if same or puzzle.name in asked_names:
+            found[puzzle.name] = same[0] if same else puzzle.name
+    return found
+
+
+def _refusal(both: Mapping[str, str], num_learned: int) -> DataError:
+    some = [f"{name} (as {other})" if other != name else name for name, other in list(both.items())[:5]]
+    more = " and others" if len(both) > 5 else ""
+    return DataError(
+        f"{len(both)} of the {num_learned} tasks to learn from are also among those to be asked about: "
+        f"{', '.join(some)}{more}",
+        hint="Figures on tasks that were learned mean nothing. overlap: drop (--overlap drop) leaves them "
+        "out of what is learned, and allow builds it all the same.",
+    )
 
 
 def _pair_key(pair: Pair) -> bytes:

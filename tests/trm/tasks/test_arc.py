@@ -151,14 +151,19 @@ def test_a_grid_with_few_different_augmentations_has_few(tmp_path):
     assert open_split(tmp_path / "set", "train").shape.num_puzzle_identifiers == 2
 
 
-def test_tasks_on_both_sides_are_refused_unless_forced(tmp_path):
+def test_tasks_on_both_sides_are_refused_dropped_or_allowed(tmp_path):
     for name in ("learn", "ask"):
         task_file(tmp_path / name, name, 3)
+    task_file(tmp_path / "learn", "other", 4)
     options = {"train": [str(tmp_path / "learn")], "test": [str(tmp_path / "ask")], "augmentations": 1}
-    with pytest.raises(DataError, match="1 of the 1 tasks to be asked about are also among") as refused:
+    message = r"1 of the 2 tasks to learn from are also among those to be asked about: learn \(as ask\)"
+    with pytest.raises(DataError, match=message) as refused:
         TASK.build(options, tmp_path / "set", quiet)
-    assert "allow_overlap" in refused.value.hint
-    TASK.build({**options, "allow_overlap": True}, tmp_path / "set", quiet)
+    assert "--overlap drop" in refused.value.hint
+    for how, expected in (("drop", ["other", "ask"]), ("allow", ["learn", "other", "ask"])):
+        TASK.build({**options, "overlap": how}, tmp_path / how, quiet)
+        names = json.loads((tmp_path / how / "identifiers.json").read_text())
+        assert [name for name in names[1:] if "|||" not in name] == expected
 
 
 def test_files_of_a_competition_are_read_with_their_solutions(tmp_path):
@@ -272,7 +277,10 @@ def test_the_real_tasks_are_read_and_their_overlap_is_seen(tmp_path):
         "train": [str(tmp_path / "arc/ARC-AGI-2/training")],
         "test": [str(tmp_path / "arc/ARC-AGI-1/evaluation")],
     }
-    with pytest.raises(DataError, match=r"37\d of the 400 tasks"):
+    with pytest.raises(DataError, match=r"37\d of the 1000 tasks"):
+        TASK.build(options, tmp_path / "set", quiet)
+    options["train"] = [str(tmp_path / "arc/ARC-AGI-1/training")]
+    with pytest.raises(DataError, match=r"1 of the 400 tasks .* 40853293 \(as 070dd51e\)"):
         TASK.build(options, tmp_path / "set", quiet)
 
 
