@@ -22,8 +22,9 @@ SEQ_LEN, VOCAB = 900, 6
 BLOCK = 20_000  # rows written at a time
 TRM = Path(sys.executable).with_name("trm")
 RECIPE = (
-    "model.variant=transformer", "model.H_layers=2", "model.hidden_size=32", "model.mlp_t=true",
-    "model.pos_encodings=none", "model.puzzle_emb_ndim=0", "data.augment=false",
+    "model.variant=transformer", "model.H_layers=1", "model.hidden_size=32", "model.expansion=0.25",
+    "model.width_multiple=32", "model.mlp_t=true", "model.pos_encodings=none", "model.puzzle_emb_ndim=0",
+    "data.augment=false",
     "training.supervision=terminal", "training.depths={0: 1}", "training.effective_batch_size=32",
     "evaluation.examples=1", "evaluation.every_steps=100000", "evaluation.target_accuracy=null",
     "plan.threads=1", "plan.micro_batch_size=32", "plan.compile=false", "training.max_steps=100000",
