@@ -1,9 +1,10 @@
 """Rows of a dataset in any order, however large it is.
 
 Training asks for a few rows all over the set at every step. A small set is held in memory. A larger one is
-mapped, and what was looked at is given back now and then, since the system counts it as ours. The largest
-are read row by row: a thread reads what the next step will ask for, and rows that were used lately are kept
-within a budget. All three give the same rows, so one may take another's place in the middle of a run.
+mapped, and what was looked at is given back at once: Linux maps up to megabytes around a row, and counts them
+as ours. The largest are read row by row: a thread reads what the next step will ask for, and rows that were
+used lately are kept within a budget. All three give the same rows, so one may take another's place in the
+middle of a run.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from macbook_optimization.memory_management import return_freed_memory
 IntArray = NDArray[np.int64]
 Row = tuple[NDArray[Any], NDArray[Any]]  # of inputs and of labels
 
-GIVE_BACK_BYTES = 64 * 2**20  # of mapped pages that were looked at
-_AROUND = max(64 * 2**10, mmap.PAGESIZE)  # Linux maps so much around a page that is in its cache
+_ROWS = 64  # of a map that are looked at before it is given back
 
 
 class RowReader:
@@ -41,7 +41,6 @@ class RowReader:
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
         self.descriptors: tuple[int, ...] = ()
-        self.touched = 0
         self._use(strategy)
 
     def __len__(self) -> int:
@@ -60,10 +59,11 @@ class RowReader:
 
     def take(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies of these rows, (n, L) each."""
+        if self.strategy == "memory":
+            return self.arrays[0][examples], self.arrays[1][examples]
         if self.arrays:
-            found = self.arrays[0][examples], self.arrays[1][examples]
-            self._give_back(len(examples))
-            return found
+            parts = [self._mapped(some) for some in np.array_split(examples, -(-len(examples) // _ROWS) or 1)]
+            return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         if self.pending is not None:
             self.pending.result()  # raises here what was raised there
             self.pending = None
@@ -95,6 +95,12 @@ class RowReader:
             os.close(descriptor)
         self.descriptors = ()
 
+    def _mapped(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        found = self.arrays[0][examples], self.arrays[1][examples]
+        for array in self.arrays:
+            give_back(array)
+        return found
+
     def _fill(self, examples: IntArray) -> None:
         for example in examples:
             self._row(int(example))
@@ -112,15 +118,6 @@ class RowReader:
         if len(content) < file.row_bytes:  # it was whole when its header was read
             raise DataError(f"{file.path} was truncated while it was in use", hint=AGAIN)
         return np.frombuffer(content, file.dtype)
-
-    def _give_back(self, rows: int) -> None:
-        if self.strategy == "memory":
-            return
-        self.touched += rows * sum(-(-file.row_bytes // _AROUND) * _AROUND for file in self.files)
-        if self.touched > GIVE_BACK_BYTES:
-            self.touched = 0
-            for array in self.arrays:
-                give_back(array)
 
 
 def give_back(array: NDArray[Any]) -> None:

@@ -177,6 +177,9 @@ class Slots:
     def all_halted(self) -> Slots:
         return Slots(self.k, self.stage, self.supervised, np.ones_like(self.halted))
 
+    def same_examples(self, other: Slots) -> bool:
+        return np.array_equal(self.k, other.k) and np.array_equal(self.stage, other.stage)
+
     @property
     def fresh(self) -> BoolArray:
         return np.asarray(self.supervised == 0)

@@ -42,6 +42,7 @@ class TrainingState:
             **_curriculum_order(config, split),
         )
         self.curriculum = Curriculum()
+        self.coming: tuple[Slots, tuple[IntArray, IntArray]] | None = None  # what was read ahead
         self.data, self.versions = fingerprint(split), versions()
         self.learner = make_learner()
         self.slots, self.step = Slots.new(self.order.num_slots), 0
@@ -79,7 +80,10 @@ class TrainingState:
 
     def batch(self, slots: Slots, step: int) -> StepBatch:
         """A pure function of where the slots are, and of the step's place in the schedule."""
-        examples, puzzles = self.order.examples(slots.k, slots.stage)
+        known, found = self.coming or (None, None)
+        if found is None or known is None or not known.same_examples(slots):
+            found = self.order.examples(slots.k, slots.stage)
+        examples, puzzles = found
         inputs, labels = self.split.rows(examples)
         if self.config.data.augment:
             draws = self.order.draws(Purpose.AUGMENT, slots.k, self.task.num_draws)
@@ -105,7 +109,9 @@ class TrainingState:
         )
         batch = self.batch(slots, step)
         if self.split.reader.reads_ahead:  # at most what the next step will ask for
-            self.split.reader.ahead(self.order.examples(slots.k + 1, stage)[0])
+            coming = slots.all_halted().refilled(stage)
+            self.coming = coming, self.order.examples(coming.k, coming.stage)
+            self.split.reader.ahead(self.coming[1][0])
         result = self.learner.step(batch, settings, next_cut)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
