@@ -185,7 +185,7 @@ class DatasetManager:
         """Rows in any order, as training needs them, by the strategy for this machine."""
         analysis = self._analysis(sum(file.num_bytes for file in files.values()), len(files["inputs"]))
         kept = int(self.settings.chunk_size_mb * MIB) if self.settings.enable_caching else MIB
-        return RowReader(files, analysis.recommended_strategy, kept, analysis.reason)
+        return RowReader(files, analysis.recommended_strategy, kept)
 
     def create_memory_efficient_dataloader(
         self, dataset_path: str | Path, batch_size: int, split: str = "train"

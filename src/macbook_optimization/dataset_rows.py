@@ -33,11 +33,8 @@ _ROWS = 64  # of a map that are looked at before it is given back
 class RowReader:
     """Inputs and labels of a split; `strategy` is "memory", "mapped" or "streaming"."""
 
-    def __init__(
-        self, arrays: Mapping[str, ArrayFile], strategy: str, cache_bytes: int = 0, reason: str = ""
-    ) -> None:
-        self.files = arrays["inputs"], arrays["labels"]
-        self.cache, self.reason = RowCache(cache_bytes), reason
+    def __init__(self, arrays: Mapping[str, ArrayFile], strategy: str, cache_bytes: int = 0) -> None:
+        self.files, self.cache = (arrays["inputs"], arrays["labels"]), RowCache(cache_bytes)
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
         self.descriptors: tuple[int, ...] = ()
@@ -114,7 +111,11 @@ class RowReader:
 
     def _read(self, which: int, example: int) -> NDArray[Any]:
         file = self.files[which]
-        content = os.pread(self.descriptors[which], file.row_bytes, file.offset + example * file.row_bytes)
+        place = file.offset + example * file.row_bytes
+        try:
+            content = os.pread(self.descriptors[which], file.row_bytes, place)
+        except OSError as error:
+            raise DataError(f"Cannot read {file.path}: {error.strerror}") from error
         if len(content) < file.row_bytes:  # it was whole when its header was read
             raise DataError(f"{file.path} was truncated while it was in use", hint=AGAIN)
         return np.frombuffer(content, file.dtype)

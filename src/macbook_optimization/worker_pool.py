@@ -13,7 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
+
+from macbook_optimization.errors import LaptopError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -38,6 +41,10 @@ def ordered(
                 yield coming.popleft().result()
         while coming:
             yield coming.popleft().result()
+    except BrokenProcessPool as error:
+        raise LaptopError(
+            "A worker process was killed", hint="If memory was short, ask for fewer with --jobs."
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

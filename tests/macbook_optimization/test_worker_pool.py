@@ -7,7 +7,7 @@ from itertools import count, islice
 
 import pytest
 
-from macbook_optimization.errors import DataError
+from macbook_optimization.errors import DataError, LaptopError
 from macbook_optimization.worker_pool import ordered
 
 
@@ -19,6 +19,10 @@ def refused(number):
     if number == 3:
         raise DataError("three is refused", hint="Take four.")
     return os.getpid()
+
+
+def killed(number):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupted(number):
@@ -40,6 +44,12 @@ def test_an_error_of_a_worker_is_raised_where_the_results_are_read(jobs):
             next(results)
     assert found.value.hint == "Take four."
     assert (os.getpid() in workers) == (jobs == 1)
+
+
+def test_a_worker_that_is_killed_is_an_error_with_a_hint():
+    with pytest.raises(LaptopError, match="A worker process was killed") as found:
+        list(ordered(killed, range(4), 2))
+    assert "--jobs" in found.value.hint
 
 
 def test_workers_leave_an_interruption_to_who_started_them():

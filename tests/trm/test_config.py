@@ -7,6 +7,7 @@ import yaml
 
 from macbook_optimization.errors import ConfigError
 from trm.config import (
+    CurriculumConfig,
     RunConfig,
     Section,
     config_from_text,
@@ -177,6 +178,7 @@ MEANT = {
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
         "evaluation.noise", "training.noise",
         "data.loading.streaming_threshold_mb", "data.loading.cache_threshold_mb",
+        "training.curriculum.threshold",
         "plan.low_battery_percent", "plan.cooling_delay_seconds",
     },
     "null": {
@@ -201,6 +203,7 @@ def numeric_keys(section, prefix=""):
 KEYS = [
     *numeric_keys(RunConfig),
     *numeric_keys(BuildOptions, "data.build."),
+    *numeric_keys(CurriculumConfig, "training.curriculum."),
     "data.build.size",
     "training.depths",
     "training.hints",

@@ -92,7 +92,7 @@ def train(
 ) -> Outcome:
     """`data` are the digests of the halves of the dataset, from who has just read and checked it."""
     task = load_task(config.task)
-    splits = open_splits(config, task, data)
+    splits = open_splits(config, task, data_manager(config), data)
     run, backend = open_run(path, config), load_backend()
 
     def set_threads(threads: int) -> None:
@@ -120,11 +120,17 @@ def describe_machine() -> dict[str, Any]:
     return replace(detector.detect(with_torch=False), platform=platform).to_json()
 
 
+def data_manager(config: RunConfig) -> DatasetManager:
+    return DatasetManager(DatasetSettings(**config.data.loading.model_dump()))
+
+
 def open_splits(
-    config: RunConfig, task: Task, trusted: Mapping[str, Mapping[str, str]] | None = None
+    config: RunConfig,
+    task: Task,
+    manager: DatasetManager | None = None,
+    trusted: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Split, Split]:
-    """As the data manager would read them on this machine."""
-    manager = DatasetManager(DatasetSettings(**config.data.loading.model_dump()))
+    """To train on, as the manager would read them on this machine; to look at, without one."""
     train_split, test_split = (
         open_split(config.data.path, name, manager=manager, trusted=(trusted or {}).get(name))
         for name in ("train", "test")

@@ -80,10 +80,10 @@ class TrainingState:
 
     def batch(self, slots: Slots, step: int) -> StepBatch:
         """A pure function of where the slots are, and of the step's place in the schedule."""
-        known, found = self.coming or (None, None)
-        if found is None or known is None or not known.same_examples(slots):
-            found = self.order.examples(slots.k, slots.stage)
-        examples, puzzles = found
+        if self.coming is not None and self.coming[0].same_examples(slots):
+            examples, puzzles = self.coming[1]
+        else:
+            examples, puzzles = self.order.examples(slots.k, slots.stage)
         inputs, labels = self.split.rows(examples)
         if self.config.data.augment:
             draws = self.order.draws(Purpose.AUGMENT, slots.k, self.task.num_draws)

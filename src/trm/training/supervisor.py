@@ -25,7 +25,7 @@ from trm.tasks import load_task
 from trm.tasks.base import Task, fingerprint
 from trm.training.compiling import compiler_cache
 from trm.training.fitting import estimate, fitted, too_large
-from trm.training.loop import NO_MEMORY, Limits, Outcome, open_splits
+from trm.training.loop import NO_MEMORY, Limits, Outcome, data_manager, open_splits
 from trm.training.planning import Planner
 from trm.training.state import PLAN_FACTS
 from trm.training.watching import Display, Journal
@@ -53,6 +53,9 @@ def prepare(
         task.check_options(config.data.build)  # also where nothing is built
     build_if_missing(config, task, display)
     train_split, test_split = open_splits(config, task)
+    reading = data_manager(config).analyze_dataset_requirements(config.data.path)
+    if reading.recommended_strategy != "memory":
+        display.message(f"Data: {reading.recommended_strategy}. {reading.reason}")
     if fresh and (aside := set_aside(path)):
         display.message(f"The earlier run is now {aside}.")
     hardware = HardwareDetector().detect(with_torch=False)

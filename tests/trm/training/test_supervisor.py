@@ -168,6 +168,17 @@ def test_a_model_that_cannot_fit_is_refused_with_choices_and_fitted_on_request(t
     assert any("--fit changes it:\n  model.hidden_size=" in text for text in display.messages)
 
 
+@pytest.mark.parametrize(
+    ("loading", "said"), [({}, []), ({"force_streaming_mode": True}, ["Data: streaming."])]
+)
+def test_a_set_that_is_not_held_in_memory_is_explained(tmp_path, dataset, loading, said):
+    data = {"path": str(dataset), "loading": loading}
+    by_hand = {"threads": 1, "micro_batch_size": 2}
+    display = Recorder()
+    prepare(run_config(dataset, data=data, plan=by_hand), tmp_path / "run", display)
+    assert [text[:16] for text in display.messages if text.startswith("Data")] == said
+
+
 # What happens to real trainers
 
 
