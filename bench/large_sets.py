@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trm.tasks.base import DatasetWriter
+from trm.tasks.dataset_writer import DatasetWriter
 
 SEQ_LEN, VOCAB = 900, 6
 BLOCK = 20_000  # rows written at a time

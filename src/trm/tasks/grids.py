@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 
 from macbook_optimization.errors import DataError
 from trm.config import Count, CountOrZero, Section, parse_section
-from trm.tasks.base import DatasetWriter, IntArray, Picture, Progress, TaskShape, Tile
+from trm.tasks.base import IntArray, Picture, Progress, TaskShape, Tile
+from trm.tasks.dataset_writer import DatasetWriter
 from trm.tasks.grid_sets import from_file, generated
 
 Grids = NDArray[np.int8 | np.uint8]  # (examples, size, size) of symbols

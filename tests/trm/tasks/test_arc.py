@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from macbook_optimization.errors import ConfigError, DataError
-from trm.tasks.arc import TASK, Augmentation, Votes, crop, read_puzzles, turned
+from trm.tasks.arc import TASK, Votes
+from trm.tasks.arc_puzzles import Augmentation, crop, read_puzzles, turned
 from trm.tasks.base import IGNORE_LABEL, TaskShape, open_split
 
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data" / "arc.tar.xz"

@@ -3,7 +3,7 @@
 import numpy as np
 from tiny import sudoku_dataset
 
-from trm.tasks.base import DatasetWriter
+from trm.tasks.dataset_writer import DatasetWriter
 from trm.tasks.inspection import examine, page
 
 
