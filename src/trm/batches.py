@@ -47,9 +47,13 @@ def random_words(*counters: IntArray | int) -> WordArray:
     with np.errstate(over="ignore"):
         words = np.zeros((), dtype=np.uint64)
         for counter in counters:
-            unsigned = np.asarray(counter, dtype=np.int64).astype(np.uint64)
-            words = _mix(np.asarray(words + unsigned + np.uint64(0x9E3779B97F4A7C15)))
+            words = _followed_by(words, np.asarray(counter, dtype=np.int64).astype(np.uint64))
         return words
+
+
+def _followed_by(words: WordArray, counters: WordArray) -> WordArray:
+    """What `random_words` makes of the counters so far, and one more."""
+    return _mix(np.asarray(words + counters + np.uint64(0x9E3779B97F4A7C15)))
 
 
 def uniforms(*counters: IntArray | int) -> FloatArray:
@@ -66,14 +70,14 @@ def permuted(positions: IntArray, size: int, keys: WordArray) -> IntArray:
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     words = positions.astype(np.uint64)
-    outside = np.ones(words.shape, dtype=bool)
-    while outside.any():
+    rounds = [random_words(keys.astype(np.int64), turn) for turn in range(4)]
+    outside = np.arange(len(words))
+    while len(outside):
         left, right = words[outside] >> half_bits, words[outside] & mask
-        for turn in range(4):
-            rounds = random_words(keys[outside].astype(np.int64), turn, right.astype(np.int64))
-            left, right = right, left ^ (rounds & mask)
-        words[outside] = (left << half_bits) | right
-        outside = words >= np.uint64(size)
+        for keyed in rounds:
+            left, right = right, left ^ (_followed_by(keyed[outside], right) & mask)
+        words[outside] = moved = (left << half_bits) | right
+        outside = outside[moved >= np.uint64(size)]
     return words.astype(np.int64)
 
 
