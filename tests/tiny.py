@@ -17,7 +17,7 @@ TINY = (
 )  # fmt: skip
 FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
 
-SHAPE = TaskShape(seq_len=5, vocab_size=6, output_vocab_size=4, num_puzzle_identifiers=3)
+SHAPE = TaskShape(seq_len=4, vocab_size=6, output_vocab_size=4, num_puzzle_identifiers=3)
 
 VARIANTS = {
     "mixer": {"mlp_t": True, "pos_encodings": "none"},
@@ -32,6 +32,8 @@ VARIANTS = {
         "puzzle_emb_len": 2,
     },
     "attention, puzzle prefix": {"puzzle_emb_ndim": 8, "puzzle_emb_len": 0},
+    "neighbourhood": {"neighbourhood": 3, "pos_encodings": "none"},
+    "neighbourhood, learned positions": {"neighbourhood": 5, "pos_encodings": "learned"},
     "singlez, mixer": {"variant": "singlez", "mlp_t": True, "pos_encodings": "none"},
     "singlez, attention": {"variant": "singlez"},
     "transformer": {"variant": "transformer", "H_layers": 2},

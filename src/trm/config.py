@@ -65,7 +65,8 @@ class ModelConfig(Section):
     H_cycles: Count = 3
     L_cycles: Count = 6
     expansion: Annotated[Positive, Field(le=64)] = 4.0
-    mlp_t: bool = False
+    mlp_t: bool = False  # mix positions by a network over all of them, instead of attention
+    neighbourhood: Literal[3, 5, 7] | None = None  # ... or by what so large a square around a cell holds
     pos_encodings: Literal["rope", "learned", "none"] = "rope"
     puzzle_emb_ndim: CountOrZero = 0
     puzzle_emb_len: CountOrZero = 16  # 0: as many positions as puzzle_emb_ndim needs
@@ -84,6 +85,10 @@ class ModelConfig(Section):
         return self.puzzle_emb_len or -(-self.puzzle_emb_ndim // self.hidden_size)
 
     @property
+    def attention(self) -> bool:
+        return not self.mlp_t and self.neighbourhood is None
+
+    @property
     def cycles_per_step(self) -> int:
         return 1 if self.variant == "transformer" else self.H_cycles
 
@@ -99,13 +104,20 @@ class ModelConfig(Section):
     def _check(self) -> Self:
         found = []
         head_size, rest = divmod(self.hidden_size, self.num_heads)
-        if not self.mlp_t and rest:
+        if self.attention and rest:
             found.append(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
-        if not self.mlp_t and self.pos_encodings == "rope" and head_size % 2:
+        if self.attention and self.pos_encodings == "rope" and head_size % 2:
             found.append(f"rotary positions need an even head size; hidden_size / num_heads is {head_size}")
-        if self.mlp_t and self.pos_encodings == "rope":
+        if not self.attention and self.pos_encodings == "rope":
             found.append(
-                "rotary positions act inside attention; with mlp_t use pos_encodings none or learned"
+                "rotary positions act inside attention; without it (mlp_t, neighbourhood) use pos_encodings "
+                "none or learned"
+            )
+        if self.neighbourhood and self.mlp_t:
+            found.append("positions are mixed by mlp_t or by neighbourhood, not by both")
+        if self.neighbourhood and self.puzzle_emb_ndim:
+            found.append(
+                "a neighbourhood reaches cells only; puzzle_emb_ndim would put positions before them"
             )
         if self.prefix_len * self.hidden_size < self.puzzle_emb_ndim:
             found.append(f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit puzzle_emb_len positions")

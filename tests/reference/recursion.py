@@ -53,12 +53,29 @@ def attention(x, weights, name, config):
     return np.concatenate(heads, axis=-1) @ weights[f"{name}.o_proj.weight"].T
 
 
+def nearby(x, weight, size):
+    """x (L, D) is a square grid, row by row; beyond its edge there is nothing."""
+    side = math.isqrt(len(x))
+    out = np.zeros_like(x)
+    for row in range(side):
+        for column in range(side):
+            for i in range(size):
+                for j in range(size):
+                    r, c = row + i - size // 2, column + j - size // 2
+                    if 0 <= r < side and 0 <= c < side:
+                        out[row * side + column] += weight[:, 0, i, j] * x[r * side + c]
+    return out
+
+
 def network(h, weights, config):
     """One pass of a hidden state (L, D) through the level's layers."""
     for i in range(config.num_layers):
         name = f"L_level.layers.{i}"
         if config.mlp_t:
             h = rms(h.T + swiglu(h.T, weights, f"{name}.mlp_t"), config.rms_norm_eps).T
+        elif config.neighbourhood:
+            mixed = nearby(h, weights[f"{name}.nearby.weight"], config.neighbourhood)
+            h = rms(h + mixed, config.rms_norm_eps)
         else:
             h = rms(h + attention(h, weights, f"{name}.self_attn", config), config.rms_norm_eps)
         h = rms(h + swiglu(h, weights, f"{name}.mlp"), config.rms_norm_eps)

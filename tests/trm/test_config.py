@@ -69,6 +69,8 @@ def test_all_problems_are_reported_at_once():
         ("training.effective_batch_size=-4", "greater than or equal to 1"),
         ("training.depths={5: 2}", "from step 0 on"),
         ("model.mlp_t=true", "rotary positions act inside attention"),
+        ("model.neighbourhood=3", "rotary positions act inside attention"),
+        ("model.neighbourhood=4", "3, 5 or 7"),
         ("task=chess", "'sudoku'"),
         ("model=3", "valid dictionary"),
         ("data.path=", "path"),

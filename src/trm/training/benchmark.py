@@ -117,7 +117,12 @@ def operations_per_sample(model: ModelConfig, seq_len: int) -> int:
     and by the activations. Embedding, head, normalisation and optimizer are left out.
     """
     D, L = model.hidden_size, model.prefix_len + seq_len
-    mixing = 3 * L * model.inner_width(L) * D if model.mlp_t else 4 * D * D * L + 2 * L * L * D
+    if model.mlp_t:
+        mixing = 3 * L * model.inner_width(L) * D
+    elif model.neighbourhood:
+        mixing = model.neighbourhood**2 * L * D
+    else:
+        mixing = 4 * D * D * L + 2 * L * L * D
     network = 3 * D * model.inner_width(D) * L
     levels = (model.L_cycles + 1) * (model.H_cycles - 1 + 3)
     return 2 * (mixing + network) * model.num_layers * levels

@@ -69,7 +69,6 @@ def _mapped_mib(dataset: Path) -> int:
 
 def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Measured | None:
     """From the cache or by a probe; None if no size survived."""
-    num_slots = question.config.training.effective_batch_size
     file = cache_directory() / "probes" / f"{question.key()}.json"
     if (known := _read(file)) is not None:
         return known
@@ -88,8 +87,7 @@ def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Meas
     if not rows:
         return None
     measured = _measured(rows, found)
-    whole = found and (len(rows) > 2 or rows[-1]["micro_batch_size"] == num_slots)
-    if whole and keep and not busy:  # not what a tight budget or a death left unfinished
+    if found.get("whole") and keep and not busy:  # not what a tight budget or a death left unfinished
         by_way = [(*way, rate) for way, rate in measured.by_way.items()]
         keep_measurement(file, {"sizes": rows, "by_size": measured.by_size, "by_way": by_way})
     return measured

@@ -19,11 +19,10 @@ from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
 from trm.training.measuring import Measured, Question, measure
-from trm.training.probe import Way, address_line, memory_line
+from trm.training.probe import NEARLY_AS_FAST, Way, address_line, memory_line
 from trm.training.watching import Say
 
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
-NEARLY_AS_FAST = 0.95
 
 
 @dataclass(frozen=True, slots=True)

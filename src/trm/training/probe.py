@@ -40,10 +40,11 @@ from trm.training.evaluation import EVALUATION_CUT
 from trm.training.state import TrainingState
 
 FIRST_SIZE = 4
-SECONDS_FOR_SECOND_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
+SECONDS_FOR_A_SIZE = 8.0  # the further apart two sizes are, the better the line; this bounds it
 SPREAD = 32  # and so does this
+NEARLY_AS_FAST = 0.95
 Way = tuple[int, int]  # threads, and lanes that share them
-ROUNDS_FOR_THREADS, SECONDS_FOR_THREADS = 3, 0.4
+ROUNDS_FOR_WAYS, SECONDS_FOR_A_WAY, SECONDS_FOR_WAYS = 3, 0.4, 8.0
 TRAINERS_OWN_BYTES = 10 * MIB  # display, log and checkpoints, by bench/memory_prediction.py
 
 
@@ -66,7 +67,8 @@ def probe(
     available_bytes: int,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Tells the sizes that a line is drawn through, and returns samples per second by size and by way.
+    """Tells the sizes that a line is drawn through, and returns samples per second by size and by way, and
+    whether memory allowed for all sizes that were of interest.
 
     Memory is measured at three sizes only, before anything else: a process that has seen many sizes has a
     heap full of holes, and its peak says little about one that keeps to a single size.
@@ -79,31 +81,38 @@ def probe(
     empty, num_slots = peak_bytes(), recipe.training.effective_batch_size
     sizes: list[Size] = []
     try:
-        for size in dict.fromkeys((1, min(FIRST_SIZE, num_slots))):
+        size = 1
+        while not sizes or size > sizes[-1].micro_batch_size:
             sizes.append(stepper.measure(size))
             tell(asdict(sizes[-1]))
-        size = second_size(sizes[-1], num_slots, empty, budget_bytes)
-        if size > sizes[-1].micro_batch_size:
-            sizes.append(stepper.measure(size))
-            tell(asdict(sizes[-1]))
+            size = next_size(sizes, num_slots, empty, budget_bytes)
     except AllocationFailed:
         if not sizes:
             raise MemoryBudgetError("Not even one example fits.") from None
+    whole = next_size(sizes, num_slots, empty, sys.maxsize) <= sizes[-1].micro_batch_size
     rates = {size.micro_batch_size: size.samples_per_second for size in sizes}
     with suppress(AllocationFailed):
         rates |= stepper.measure_between(sizes)
     by_way: dict[Way, float] = {}
     with suppress(AllocationFailed):
-        by_way = stepper.measure_ways(max(rates, key=lambda n: rates[n]), [(t, n) for t, n in ways])
-    return {"rates": rates, "ways": [(*way, rate) for way, rate in by_way.items()]}
+        best = max(rates.values())
+        size = min(size for size, rate in rates.items() if rate >= NEARLY_AS_FAST * best)
+        by_way = stepper.measure_ways(size, [(t, n) for t, n in ways])
+    return {"whole": whole, "rates": rates, "ways": [(*way, rate) for way, rate in by_way.items()]}
 
 
-def second_size(first: Size, num_slots: int, empty_bytes: int, budget_bytes: int) -> int:
-    """As large as time and memory allow, but twice the first one even if it takes longer."""
-    size = first.micro_batch_size
-    per_example = max(1, first.peak_bytes - empty_bytes) / size
+def next_size(sizes: Sequence[Size], num_slots: int, empty_bytes: int, budget_bytes: int) -> int:
+    """After one example a few; then as many as time and memory allow, but twice as many even if that takes
+    longer. Where even a few take long, an example is large, and a line through one and two is good enough."""
+    last = sizes[-1]
+    size = last.micro_batch_size
+    by_time = int(last.samples_per_second * SECONDS_FOR_A_SIZE / Stepper.PASSES)
+    if size == 1:
+        return min(num_slots, FIRST_SIZE if by_time >= FIRST_SIZE else 2)
+    if len(sizes) > 2 or size < FIRST_SIZE:
+        return size
+    per_example = max(1, last.peak_bytes - empty_bytes) / size
     fits = int((budget_bytes - empty_bytes) / per_example)
-    by_time = int(first.samples_per_second * SECONDS_FOR_SECOND_SIZE / Stepper.PASSES)
     return min(num_slots, fits, max(2 * size, min(by_time, SPREAD * size)))
 
 
@@ -174,10 +183,12 @@ class Stepper:
         return Size(size, peak_bytes(), peak_address_space(), 1 / seconds)
 
     def _evaluate(self, count: int) -> None:
+        """Two recursions: while the second one works, the latents of the first are still there."""
         test = self.splits[1]
         examples = np.arange(count) % len(test)
         inputs, _ = test.rows(examples)
-        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=2)
+        several = self.config.training.supervision == "deep" and self.config.model.cycles_per_step > 1
+        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=1 if several else 2)
 
     def measure_between(self, sizes: Sequence[Size]) -> dict[int, float]:
         """Samples per second of the sizes between the two, by doubling."""
@@ -191,7 +202,10 @@ class Stepper:
     def measure_ways(self, size: int, ways: Sequence[Way]) -> dict[Way, float]:
         """The best of several, interleaved: noise only ever makes a step slower."""
         best: dict[Way, float] = {}
-        for _ in range(ROUNDS_FOR_THREADS if len(ways) > 1 else 0):
+        started = time.monotonic()
+        for _ in range(ROUNDS_FOR_WAYS if len(ways) > 1 else 0):
+            if best and time.monotonic() - started > SECONDS_FOR_WAYS:
+                break
             for threads, lanes in ways:
                 self.backend.prepare(threads=threads, deterministic=self.config.training.deterministic)
                 self.learner.set_lanes(lanes)
@@ -202,7 +216,7 @@ class Stepper:
         """After a first step, in which threads start, unless that one already took the time."""
         started = time.monotonic()
         seconds = [self.some_slots(size, cuts=1)]
-        while time.monotonic() - started < SECONDS_FOR_THREADS:
+        while time.monotonic() - started < SECONDS_FOR_A_WAY:
             seconds.append(self.some_slots(size, cuts=1))
         return 1 / min(seconds)
 

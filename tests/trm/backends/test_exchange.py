@@ -20,7 +20,7 @@ from trm.backends.pytorch.exchange import (
 )
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.step import learner
-from trm.runs import Run
+from trm.runs import Run, begin
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -31,6 +31,14 @@ def test_names_map_there_and_back(variant):
     assert again.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(again[name], tensor)
+
+
+def test_a_model_that_the_public_code_does_not_know_is_not_exported(tmp_path):
+    changes = {"neighbourhood": 3, "pos_encodings": "none", "mlp_t": False, "puzzle_emb_ndim": 0}
+    begin(Run(tmp_path / "run"), recipe(tmp_path).model_copy(update={"model": model_config(**changes)}))
+    with pytest.raises(CheckpointError, match="neighbourhood"):
+        export_reference(tmp_path / "run", tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
 
 
 def test_exported_names_are_those_of_the_public_code():

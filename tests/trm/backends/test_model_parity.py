@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from reference import recursion
 from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 
+from macbook_optimization.errors import ConfigError
 from trm.backends.base import StepSettings
 from trm.backends.pytorch.losses import log_stablemax
 from trm.backends.pytorch.model import TinyRecursiveModel, truncated_normal
@@ -21,6 +23,7 @@ CYCLES = 2
 TESTS = Path(__file__).parents[2]
 BFLOAT16 = """
 from tiny import SHAPE, model_config, step_batch, training_config
+from macbook_optimization.errors import ConfigError
 from trm.backends.base import StepSettings
 from trm.backends.pytorch.step import TorchLearner
 for dtype in ("float32", "bfloat16"):
@@ -172,6 +175,11 @@ def test_initial_weights_have_the_asked_spread_and_no_tails():
     sample = truncated_normal(200_000, std=0.3, generator=torch.Generator().manual_seed(0))
     assert float(sample.std()) == pytest.approx(0.3, rel=0.01)
     assert float(sample.abs().max()) <= 2 * 0.3 / 0.8796 + 1e-6  # 0.8796: std of a normal cut at 2
+
+
+def test_a_neighbourhood_needs_a_square_grid():
+    with pytest.raises(ConfigError, match="6 cells are none"):
+        TinyRecursiveModel(model_config(**VARIANTS["neighbourhood"]), replace(SHAPE, seq_len=6))
 
 
 def test_the_head_sees_labelled_positions_only():

@@ -66,7 +66,7 @@ def _kept_for_backward(network: TinyRecursiveModel) -> float:
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         # On the CPU, attention keeps no L x L matrix; without a device, torch works it out the long way.
-        square = not network.config.mlp_t and tensor.shape[-2:] == (num_positions, num_positions)
+        square = network.config.attention and tensor.shape[-2:] == (num_positions, num_positions)
         if id(storage) not in weights and not square:
             stores[storage._cdata] = (storage, storage.nbytes())
         return tensor

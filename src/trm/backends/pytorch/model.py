@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from macbook_optimization.errors import ConfigError
 from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads, widened
 from trm.config import ModelConfig
 from trm.tasks.base import TaskShape
@@ -95,6 +96,26 @@ class Attention(nn.Module):
         return linear(mixed.permute(2, 0, 1, 3).reshape(L, B, D), self.o_proj.weight)
 
 
+class Nearby(nn.Module):
+    """Every cell of a square grid takes from those around it, each channel with weights of its own."""
+
+    def __init__(self, size: int, config: ModelConfig, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(
+            truncated_normal(config.hidden_size, 1, size, size, std=1 / size, generator=generator)
+        )
+
+    def forward(self, x_LBD: Tensor) -> Tensor:
+        L, B, D = x_LBD.shape
+        side = math.isqrt(L)
+        # Slots and channels lie side by side: one picture with B x D channels, and nothing has to be moved.
+        picture = x_LBD.reshape(1, side, side, B * D).permute(0, 3, 1, 2)
+        weight = self.weight.to(x_LBD.dtype).repeat(B, 1, 1, 1)
+        mixed = F.conv2d(picture, weight, padding=self.size // 2, groups=B * D)
+        return mixed.permute(0, 2, 3, 1).reshape(L, B, D)
+
+
 class Layer(nn.Module):
     """Mix positions, then channels; after each, add and normalise (over what was mixed, as published)."""
 
@@ -103,6 +124,8 @@ class Layer(nn.Module):
         self.eps = config.rms_norm_eps
         if config.mlp_t:
             self.mlp_t = SwiGLU(num_positions, config, generator)
+        elif config.neighbourhood:
+            self.nearby = Nearby(config.neighbourhood, config, generator)
         else:
             self.self_attn = Attention(config, generator)
         self.mlp = SwiGLU(config.hidden_size, config, generator)
@@ -110,6 +133,8 @@ class Layer(nn.Module):
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         if hasattr(self, "mlp_t"):
             x_LBD = add_and_normalize(x_LBD, self.mlp_t(x_LBD, along_positions=True), 0, self.eps)
+        elif hasattr(self, "nearby"):
+            x_LBD = add_and_normalize(x_LBD, self.nearby(x_LBD), -1, self.eps)
         else:
             x_LBD = add_and_normalize(x_LBD, self.self_attn(x_LBD, angles), -1, self.eps)
         return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
@@ -173,6 +198,8 @@ class TinyRecursiveModel(nn.Module):
         self.shape = shape
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         num_positions = config.prefix_len + shape.seq_len
+        if config.neighbourhood and math.isqrt(num_positions) ** 2 != num_positions:
+            raise ConfigError(f"model.neighbourhood is for square grids; {num_positions} cells are none")
         self.embed_tokens = Embedding(shape.vocab_size, config, generator)
         if config.pos_encodings == "learned":
             self.embed_pos = Embedding(num_positions, config, generator)
