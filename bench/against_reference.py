@@ -75,6 +75,7 @@ SIDES = {
     "ours, compiled": ["--compiled"],
     "ours, one cut": ["--cut", "whole"],
     "ours, checkpointing": ["--cut", "whole", "--checkpointing", "all"],
+    "ours, smallest": ["--cut", "single", "--checkpointing", "all"],
 }
 
 
@@ -145,18 +146,20 @@ def reference_steps(shape: Shape, directory: Path, threads: int, compiled: bool)
 
 
 def our_steps(shape: Shape, threads: int, cut: str, checkpointing: str, compiled: bool) -> Any:
-    """The same of ours, with the fastest of a few cuts, as the plan would have it, or in one cut."""
+    """The same of ours, with the fastest of a few cuts, as the plan would have it, in one cut, or one slot at
+    a time."""
     from trm.backends.base import load_backend
 
     backend = load_backend()
     backend.prepare(threads=threads, deterministic=False)
-    lanes = 1 if cut == "whole" else threads
+    lanes = threads if cut == "fastest" else 1
 
     def learner() -> Learner:
         return backend.learner(shape.model, shape.training, shape.task, 0, checkpointing, lanes)  # type: ignore[arg-type]
 
     batch = random_batch(shape.batch, shape.task)
-    size = shape.batch if cut == "whole" else fastest_cut(learner(), shape, batch, lanes)
+    sizes = {"whole": shape.batch, "single": 1}
+    size = sizes.get(cut) or fastest_cut(learner(), shape, batch, lanes)
     ours = learner()
     if compiled:
         ours.compile(size)

@@ -325,7 +325,8 @@ class Trainer:
         headline = self.best.headline
         name = headline.removesuffix("_accuracy")
         best = f"  {name} {self.best.row[headline]:.1%}" if self.best.row else ""
-        facts = f"loss {log.loss:.3f}  {log.samples_per_second:.0f} samples/s{best}"
+        rate = log.samples_per_second
+        facts = f"loss {log.loss:.3f}  {rate:.{2 if rate < 10 else 0}f} samples/s{best}"
         self.display.update("this step", self.state.order.num_slots, self.state.order.num_slots)
         self.display.update("training", self.state.step, self.config.training.max_steps, facts)
 

@@ -1,0 +1,38 @@
+"""Which sizes a probe measures: few where a step takes long, and none beyond memory."""
+
+import sys
+
+import pytest
+
+from trm.training.probe import Size, next_size
+
+EMPTY, EXAMPLE = 300, 100  # bytes, of a process and of an example
+
+
+def measured(samples_per_second, num_slots=768, budget_bytes=sys.maxsize):
+    sizes, size = [], 1
+    while not sizes or size > sizes[-1].micro_batch_size:
+        sizes.append(Size(size, EMPTY + EXAMPLE * size, None, samples_per_second))
+        size = next_size(sizes, num_slots, EMPTY, budget_bytes)
+    return [size.micro_batch_size for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("samples_per_second", "sizes"),
+    [(0.01, [1, 2]), (1.4, [1, 2]), (1.6, [1, 4, 8]), (10, [1, 4, 26]), (1e6, [1, 4, 128])],
+)
+def test_the_longer_an_example_takes_the_fewer_are_measured(samples_per_second, sizes):
+    assert measured(samples_per_second) == sizes
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 5, 100])
+@pytest.mark.parametrize("samples_per_second", [0.1, 100])
+def test_no_size_is_larger_than_the_batch(samples_per_second, num_slots):
+    sizes = measured(samples_per_second, num_slots)
+    assert max(sizes) <= num_slots
+    assert len(sizes) >= min(2, num_slots)
+
+
+def test_the_largest_size_fits():
+    assert measured(1e6, budget_bytes=EMPTY + 50 * EXAMPLE) == [1, 4, 50]
+    assert measured(1e6, budget_bytes=EMPTY + 3 * EXAMPLE) == [1, 4]  # which its own limit would have ended
