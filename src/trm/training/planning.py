@@ -19,7 +19,7 @@ from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
 from trm.training.measuring import Measured, Question, measure
-from trm.training.probe import NEARLY_AS_FAST, Way, address_line, memory_line
+from trm.training.probe import FIRST_SIZE, NEARLY_AS_FAST, Way, address_line, memory_line
 from trm.training.watching import Say
 
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
@@ -239,6 +239,8 @@ def _fast_enough(rates: Mapping[int, float], num_slots: int) -> tuple[int, str]:
         return chosen, "the whole effective batch"
     if chosen < max(rates):
         return chosen, "larger ones are not faster, as measured"
+    if chosen < FIRST_SIZE:  # a single example keeps the cores busy for long
+        return chosen, "larger ones were not measured, because an example takes so long"
     return min(max(chosen, LARGE_ENOUGH), num_slots), f"faster with every size up to {chosen}, as measured"
 
 

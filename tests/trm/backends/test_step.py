@@ -270,6 +270,19 @@ def test_lanes_that_have_no_room_stand_still():
     assert most[-1] == 1
 
 
+def test_where_there_is_no_room_for_lanes_all_threads_work_together():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        lanes, seen = Lanes(2), []
+        lanes.each(3, lambda taken: 1, lambda slots: torch.get_num_threads(), seen.append)
+        lanes.each(2, lambda taken: 2, lambda slots: torch.get_num_threads(), seen.append)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 2, 2, 1, 1]
+    assert [lanes.piece(size) for size in (1, 2, 5)] == [(1, 2), (1, 1), (2, 1)]
+
+
 def test_what_a_lane_raises_reaches_the_caller_after_all_have_stopped():
     running = []
 

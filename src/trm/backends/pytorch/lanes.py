@@ -19,18 +19,23 @@ T = TypeVar("T")
 
 
 class Lanes:
-    """So many threads, each with its share of the cores that torch was given."""
+    """So many threads, each with its share of the cores that torch was given.
+
+    Where fewer slots than lanes may be computed at a time, all cores work on the same products instead."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.threads = max(1, torch.get_num_threads() // count)  # of each
+        self.all_threads = torch.get_num_threads()
         self.pool: ThreadPoolExecutor | None = None
         if count > 1:
-            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (self.threads,))
+            of_each = max(1, self.all_threads // count)
+            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (of_each,))
 
-    def piece(self, at_a_time: int) -> int:
-        """Slots of one lane, of so many that may be computed at a time."""
-        return max(1, at_a_time // self.count)
+    def piece(self, at_a_time: int) -> tuple[int, int]:
+        """Slots of one lane, of so many that may be computed at a time, and its threads."""
+        if self.pool is None or at_a_time < self.count:
+            return at_a_time, self.all_threads
+        return at_a_time // self.count, max(1, self.all_threads // self.count)
 
     def each(
         self,
@@ -43,10 +48,10 @@ class Lanes:
 
         `next_cut` is told how many slots are taken, and tells how many may be computed at a time.
         """
-        pieces = _Pieces(num_slots, next_cut, self.count, compute, add)
-        if self.pool is None:
-            pieces.work()
+        if self.pool is None or next_cut(0) < self.count:
+            _Pieces(num_slots, next_cut, 1, compute, add).work()
             return
+        pieces = _Pieces(num_slots, next_cut, self.count, compute, add)
         lanes = [self.pool.submit(pieces.work) for _ in range(self.count)]
         wait(lanes)  # also after a failure: nobody may be computing when it is answered
         for lane in lanes:

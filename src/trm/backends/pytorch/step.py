@@ -102,7 +102,7 @@ class TorchLearner:
         if micro_batch_size is None:
             self.model.L_level.compiled_size = None
         else:
-            compile_level(self.model, self.lanes.piece(micro_batch_size), self.lanes.threads)
+            compile_level(self.model, *self.lanes.piece(micro_batch_size))
 
     def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
         num_slots = len(batch.inputs)

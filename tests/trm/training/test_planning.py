@@ -1,9 +1,10 @@
-"""Which sizes a probe measures: few where a step takes long, and none beyond memory."""
+"""Which sizes a probe measures, few where a step takes long and none beyond memory, and which one is taken."""
 
 import sys
 
 import pytest
 
+from trm.training.planning import LARGE_ENOUGH, _fast_enough
 from trm.training.probe import Size, next_size
 
 EMPTY, EXAMPLE = 300, 100  # bytes, of a process and of an example
@@ -36,3 +37,18 @@ def test_no_size_is_larger_than_the_batch(samples_per_second, num_slots):
 def test_the_largest_size_fits():
     assert measured(1e6, budget_bytes=EMPTY + 50 * EXAMPLE) == [1, 4, 50]
     assert measured(1e6, budget_bytes=EMPTY + 3 * EXAMPLE) == [1, 4]  # which its own limit would have ended
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_slots", "taken"),
+    [
+        ({1: 10, 4: 20, 8: 30}, 768, LARGE_ENOUGH),
+        ({1: 10, 4: 20, 8: 30}, 12, 12),
+        ({1: 10, 4: 20, 8: 20.5}, 768, 4),
+        ({1: 0.2, 2: 0.3}, 768, 2),  # nothing says that 32 of them would be faster
+        ({1: 0.2, 2: 0.3}, 2, 2),
+        ({1: 5}, 1, 1),
+    ],
+)
+def test_the_smallest_size_that_is_about_as_fast_as_any(rates, num_slots, taken):
+    assert _fast_enough(rates, num_slots)[0] == taken
