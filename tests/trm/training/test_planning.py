@@ -1,4 +1,4 @@
-"""Which sizes a probe measures, few where a step takes long and none beyond memory, and which one is taken."""
+"""Which sizes a probe measures: few where a step takes long, none beyond memory. And which one is taken."""
 
 import sys
 
