@@ -1,8 +1,8 @@
 """Rows of a dataset in any order, however large it is.
 
 Training asks for a few rows all over the set at every step. A small set is held in memory. A larger one is
-mapped, and what was looked at is given back at once: Linux maps up to megabytes around a row, and counts them
-as ours. The largest are read row by row: a thread reads what the next step will ask for, and rows that were
+mapped: the system is asked for the next step's rows while this one computes, and what was looked at is given
+back at once, because Linux maps up to megabytes around a row and counts them as ours. The largest are read row by row: a thread reads what the next step will ask for, and rows that were
 used lately are kept within a budget. All three give the same rows, so one may take another's place in the
 middle of a run.
 """
@@ -69,12 +69,15 @@ class RowReader:
 
     @property
     def reads_ahead(self) -> bool:
-        return self.pool is not None
+        return self.strategy != "memory"
 
     def ahead(self, examples: IntArray) -> None:
         """These will be asked for next. Without it they come as well, only later."""
         if self.pool is not None and self.pending is None:
             self.pending = self.pool.submit(self._fill, examples)
+        elif self.strategy == "mapped":
+            for file, array in zip(self.files, self.arrays, strict=True):
+                ask_for(array, file, examples)
 
     def fall_back(self) -> bool:
         """Gives the set's memory back when there is none to spare; False if there is nothing to give."""
@@ -123,11 +126,25 @@ class RowReader:
 
 def give_back(array: NDArray[Any]) -> None:
     """The pages of a map; the system keeps them as long as it has room, and they no longer count as ours."""
+    if (pages := _pages_of(array)) is not None:
+        pages.madvise(mmap.MADV_DONTNEED)
+
+
+def ask_for(array: NDArray[Any], file: ArrayFile, examples: IntArray) -> None:
+    """These rows of a map: the system begins to read them, and nobody waits."""
+    if file.fortran_order or (pages := _pages_of(array)) is None:
+        return
+    first = file.offset % mmap.ALLOCATIONGRANULARITY + examples * file.row_bytes
+    for start in first.tolist():
+        page = start - start % mmap.PAGESIZE
+        pages.madvise(mmap.MADV_WILLNEED, page, start + file.row_bytes - page)
+
+
+def _pages_of(array: NDArray[Any]) -> mmap.mmap | None:
     base: Any = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = getattr(base, "base", None)
-    if base is not None and hasattr(base, "madvise"):
-        base.madvise(mmap.MADV_DONTNEED)
+    return base if hasattr(base, "madvise") else None
 
 
 class RowCache:
