@@ -42,7 +42,8 @@ RECIPE = (
 WAYS = {
     "memory": ("small", ("data.loading.cache_threshold_mb=1000",)),
     "mapped": ("large", ("data.loading.cache_threshold_mb=0", "data.loading.streaming_threshold_mb=1e6")),
-    "streaming": ("large", ("data.loading.force_streaming_mode=true",)),
+    # Other rows than those that the map has just read.
+    "streaming": ("large", ("data.loading.force_streaming_mode=true", "seed=1")),
 }
 
 

@@ -2,9 +2,9 @@
 
 Training asks for a few rows all over the set at every step. A small set is held in memory. A larger one is
 mapped: the system is asked for the next step's rows while this one computes, and what was looked at is given
-back at once, because Linux maps up to megabytes around a row and counts them as ours. The largest are read row by row: a thread reads what the next step will ask for, and rows that were
-used lately are kept within a budget. All three give the same rows, so one may take another's place in the
-middle of a run.
+back at once, because Linux maps up to megabytes around a row and counts them as ours. The largest are read
+row by row: a thread reads what the next step will ask for, and rows that were used lately are kept within a
+budget. All three give the same rows, so one may take another's place in the middle of a run.
 """
 
 from __future__ import annotations

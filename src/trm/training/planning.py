@@ -239,7 +239,7 @@ def _fast_enough(rates: Mapping[int, float], num_slots: int) -> tuple[int, str]:
         return chosen, "the whole effective batch"
     if chosen < max(rates):
         return chosen, "larger ones are not faster, as measured"
-    if chosen < FIRST_SIZE:  # a single example keeps the cores busy for long
+    if 1 < chosen < FIRST_SIZE:  # a single example keeps the cores busy for long
         return chosen, "larger ones were not measured, because an example takes so long"
     return min(max(chosen, LARGE_ENOUGH), num_slots), f"faster with every size up to {chosen}, as measured"
 

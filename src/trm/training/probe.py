@@ -68,10 +68,10 @@ def probe(
     tell: Tell,
 ) -> dict[str, Any]:
     """Tells the sizes that a line is drawn through, and returns samples per second by size and by way, and
-    whether memory allowed for all sizes that were of interest.
+    whether there are as many sizes as are worth keeping.
 
-    Memory is measured at three sizes only, before anything else: a process that has seen many sizes has a
-    heap full of holes, and its peak says little about one that keeps to a single size.
+    Memory is measured at two or three sizes only, before anything else: a process that has seen many sizes
+    has a heap full of holes, and its peak says little about one that keeps to a single size.
     """
     recipe = RunConfig.model_validate(config)
     stepper = Stepper(recipe, precision, gradient_checkpointing, max((t, n) for t, n in ways))
@@ -97,13 +97,13 @@ def probe(
     with suppress(AllocationFailed):
         best = max(rates.values())
         size = min(size for size, rate in rates.items() if rate >= NEARLY_AS_FAST * best)
-        by_way = stepper.measure_ways(size, [(t, n) for t, n in ways])
+        by_way = stepper.measure_ways(size, [(t, n) for t, n in ways if n <= size])
     return {"whole": whole, "rates": rates, "ways": [(*way, rate) for way, rate in by_way.items()]}
 
 
 def next_size(sizes: Sequence[Size], num_slots: int, empty_bytes: int, budget_bytes: int) -> int:
     """After one example a few; then as many as time and memory allow, but twice as many even if that takes
-    longer. Where even a few take long, an example is large, and a line through one and two is good enough."""
+    longer. Where even a few take long, one example outweighs what is fixed, and two are enough for a line."""
     last = sizes[-1]
     size = last.micro_batch_size
     by_time = int(last.samples_per_second * SECONDS_FOR_A_SIZE / Stepper.PASSES)
@@ -117,7 +117,7 @@ def next_size(sizes: Sequence[Size], num_slots: int, empty_bytes: int, budget_by
 
 
 def memory_line(sizes: Sequence[Size]) -> MemoryModel:
-    """Through the two largest sizes: below four examples, a step's fixed memory hides theirs."""
+    """Through the two largest sizes: below four small examples, a step's fixed memory hides theirs."""
     return line_through([(s.micro_batch_size, s.peak_bytes + TRAINERS_OWN_BYTES) for s in sizes[-2:]])
 
 
@@ -183,12 +183,11 @@ class Stepper:
         return Size(size, peak_bytes(), peak_address_space(), 1 / seconds)
 
     def _evaluate(self, count: int) -> None:
-        """Two recursions: while the second one works, the latents of the first are still there."""
+        """Twice: while the second answer forms, the latents of the first are still there."""
         test = self.splits[1]
         examples = np.arange(count) % len(test)
         inputs, _ = test.rows(examples)
-        several = self.config.training.supervision == "deep" and self.config.model.cycles_per_step > 1
-        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=1 if several else 2)
+        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=2)
 
     def measure_between(self, sizes: Sequence[Size]) -> dict[int, float]:
         """Samples per second of the sizes between the two, by doubling."""

@@ -188,7 +188,8 @@ class ThreadWatch:
         self, config: RunConfig, plan: Plan, set_threads: Callable[[int], None], journal: Journal, say: Say
     ) -> None:
         # Another number of threads rounds otherwise, which deterministic training is not to do.
-        self.team = 1 if plan.lanes > 1 or config.training.deterministic else plan.threads
+        lanes = 1 < plan.lanes <= plan.micro_batch_size
+        self.team = 1 if lanes or config.training.deterministic else plan.threads
         self.threads = self.team
         self.set_threads, self.journal, self.say = set_threads, journal, say
         self.process, self.looked_at = psutil.Process(), time.monotonic()

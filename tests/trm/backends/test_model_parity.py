@@ -15,7 +15,7 @@ from tiny import SHAPE, VARIANTS, model_config, step_batch, training_config
 from macbook_optimization.errors import ConfigError
 from trm.backends.base import StepSettings
 from trm.backends.pytorch.losses import log_stablemax
-from trm.backends.pytorch.model import TinyRecursiveModel, truncated_normal
+from trm.backends.pytorch.model import TinyRecursiveModel, by_convolution, by_shifts, truncated_normal
 from trm.backends.pytorch.optim import Adam
 from trm.backends.pytorch.step import TorchLearner
 
@@ -23,7 +23,6 @@ CYCLES = 2
 TESTS = Path(__file__).parents[2]
 BFLOAT16 = """
 from tiny import SHAPE, model_config, step_batch, training_config
-from macbook_optimization.errors import ConfigError
 from trm.backends.base import StepSettings
 from trm.backends.pytorch.step import TorchLearner
 for dtype in ("float32", "bfloat16"):
@@ -175,6 +174,18 @@ def test_initial_weights_have_the_asked_spread_and_no_tails():
     sample = truncated_normal(200_000, std=0.3, generator=torch.Generator().manual_seed(0))
     assert float(sample.std()) == pytest.approx(0.3, rel=0.01)
     assert float(sample.abs().max()) <= 2 * 0.3 / 0.8796 + 1e-6  # 0.8796: std of a normal cut at 2
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_neighbours_are_the_same_by_shifting_the_grid(size):
+    """Which is how they are found where torch has no fast convolution, as on a Mac."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(36, 5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(8, 1, size, size, generator=generator, requires_grad=True)
+    ways = (by_convolution(x, weight), by_shifts(x, weight))
+    torch.testing.assert_close(*ways)
+    gradients = (torch.autograd.grad(way.square().mean(), (x, weight)) for way in ways)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_a_neighbourhood_needs_a_square_grid():

@@ -48,6 +48,7 @@ def test_the_largest_size_fits():
         ({1: 0.2, 2: 0.3}, 768, 2),  # nothing says that 32 of them would be faster
         ({1: 0.2, 2: 0.3}, 2, 2),
         ({1: 5}, 1, 1),
+        ({1: 5}, 768, LARGE_ENOUGH),  # more than one did not fit, which is for others to say
     ],
 )
 def test_the_smallest_size_that_is_about_as_fast_as_any(rates, num_slots, taken):

@@ -35,4 +35,4 @@ def compile_level(model: TinyRecursiveModel, batch_size: int, threads: int) -> N
         raise CompilationError(f"The level cannot be compiled here: {reason}") from error
     finally:
         torch.set_num_threads(threads_before)
-    level.compiled, level.compiled_size = compiled, batch_size
+    level.compiled, level.compiled_size, level.compiled_threads = compiled, batch_size, threads

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from trm.tasks.base import TaskShape
 
 # Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the asked one.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+
+# Only oneDNN has a fast convolution of single channels, and PyTorch for Apple Silicon comes without it.
+_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def truncated_normal(*shape: int, std: float, generator: torch.Generator | None) -> Tensor:
@@ -101,19 +105,35 @@ class Nearby(nn.Module):
 
     def __init__(self, size: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.size = size
         self.weight = nn.Parameter(
             truncated_normal(config.hidden_size, 1, size, size, std=1 / size, generator=generator)
         )
 
     def forward(self, x_LBD: Tensor) -> Tensor:
-        L, B, D = x_LBD.shape
-        side = math.isqrt(L)
-        # Slots and channels lie side by side: one picture with B x D channels, and nothing has to be moved.
-        picture = x_LBD.reshape(1, side, side, B * D).permute(0, 3, 1, 2)
-        weight = self.weight.to(x_LBD.dtype).repeat(B, 1, 1, 1)
-        mixed = F.conv2d(picture, weight, padding=self.size // 2, groups=B * D)
-        return mixed.permute(0, 2, 3, 1).reshape(L, B, D)
+        fast = _ONEDNN and x_LBD.dtype == torch.float32
+        return (by_convolution if fast else by_shifts)(x_LBD, self.weight.to(x_LBD.dtype))
+
+
+def by_convolution(x_LBD: Tensor, weight: Tensor) -> Tensor:
+    """Slots and channels lie side by side: one picture with B x D channels, and nothing has to be moved."""
+    L, B, D = x_LBD.shape
+    side = math.isqrt(L)
+    picture = x_LBD.reshape(1, side, side, B * D).permute(0, 3, 1, 2)
+    mixed = F.conv2d(picture, weight.repeat(B, 1, 1, 1), padding=weight.shape[-1] // 2, groups=B * D)
+    return mixed.permute(0, 2, 3, 1).reshape(L, B, D)
+
+
+def by_shifts(x_LBD: Tensor, weight: Tensor) -> Tensor:
+    L, B, D = x_LBD.shape
+    side, size = math.isqrt(L), weight.shape[-1]
+    edge = size // 2
+    padded = F.pad(x_LBD.reshape(side, side, B, D), (0, 0, 0, 0, edge, edge, edge, edge))
+    parts = (
+        padded[row : row + side, column : column + side] * weight[:, 0, row, column]
+        for row in range(size)
+        for column in range(size)
+    )
+    return reduce(torch.add, parts).reshape(L, B, D)
 
 
 class Layer(nn.Module):
@@ -144,19 +164,21 @@ class Level(nn.Module):
     """`recompute_every` n: of n layers, one keeps only its input for the backward pass, and is computed again
     there. 0 keeps everything. The gradient is the same to the last bit.
 
-    `compiled` takes the place of the layers for batches of `compiled_size`; any other size would be compiled
-    anew, so it stays as it is."""
+    `compiled` takes the place of the layers for batches of `compiled_size` and `compiled_threads`; any other
+    size or number would be compiled anew, so it stays as it is."""
 
     recompute_every = 0
     compiled: Callable[[Tensor, tuple[Tensor, Tensor] | None], Tensor] | None = None
     compiled_size: int | None = None
+    compiled_threads: int | None = None
 
     def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(num_positions, config, generator) for _ in range(config.num_layers))
 
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        if self.compiled is not None and x_LBD.shape[1] == self.compiled_size:
+        now = x_LBD.shape[1], torch.get_num_threads()
+        if self.compiled is not None and now == (self.compiled_size, self.compiled_threads):
             return self.compiled(x_LBD, angles)
         return self.through_layers(x_LBD, angles)
 
