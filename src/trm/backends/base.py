@@ -119,7 +119,9 @@ class Learner(Protocol):
         """Everything that resuming needs, by file name and tensor name."""
         ...
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def restore(self, tensors: dict[str, dict[str, Any]]) -> None:
+        """Takes the groups out of `tensors` one by one: files that were read count as memory while held."""
+        ...
 
 
 class Backend(Protocol):

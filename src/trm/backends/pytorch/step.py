@@ -85,9 +85,8 @@ class TorchLearner:
         self.model.L_level.recompute_every = RECOMPUTE_EVERY[gradient_checkpointing]
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = Adam(self.parameters, training)
-        self.averaged = copy.deepcopy(self.model).requires_grad_(False)
-        if model.puzzle_emb_ndim:  # rows are not averaged: most are too rarely seen
-            self.averaged.puzzle_emb = self.model.puzzle_emb
+        rows = getattr(self.model, "puzzle_emb", None)  # not averaged: most are too rarely seen
+        self.averaged = copy.deepcopy(self.model, {id(rows): rows}).requires_grad_(False)
         self.latents: Tensor | None = None
         self.spare: Tensor | None = None  # becomes the latents with the update
         if training.supervision == "deep":
@@ -183,12 +182,13 @@ class TorchLearner:
             tensors["latents"] = {"latents": self.latents}
         return tensors
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, tensors: dict[str, dict[str, Any]]) -> None:
         for group, ours in self.tensors().items():
             check_shapes(ours, tensors.get(group, {}), f"The {group} of the checkpoint do")
         for group, ours in self.tensors().items():
+            theirs = tensors.pop(group)
             for name, tensor in ours.items():
-                tensor.copy_(tensors[group][name])
+                tensor.copy_(theirs[name])
 
 
 class _Cuttable:
