@@ -44,7 +44,7 @@ SECONDS_FOR_A_SIZE = 8.0  # the further apart two sizes are, the better the line
 SPREAD = 32  # and so does this
 NEARLY_AS_FAST = 0.95
 Way = tuple[int, int]  # threads, and lanes that share them
-ROUNDS_FOR_WAYS, SECONDS_FOR_A_WAY, SECONDS_FOR_WAYS = 3, 0.4, 8.0
+ROUNDS_FOR_WAYS, SECONDS_FOR_A_WAY, SECONDS_FOR_WAYS = 3, 0.2, 8.0
 TRAINERS_OWN_BYTES = 10 * MIB  # display, log and checkpoints, by bench/memory_prediction.py
 
 
