@@ -200,8 +200,8 @@ class ThreadWatch:
         return psutil.cpu_percent() * (psutil.cpu_count() or 1) / 100, self.process.cpu_percent() / 100
 
     def look(self, step: int, compiled: bool) -> None:
-        """Between two steps. A compiled level is made for the team, and any other number of threads would
-        compile it anew; the child that compiled it may have been what took a core."""
+        """Between two steps. A compiled level is made for the team, and any other number of threads would do
+        without it; the child that compiled it may have been what took a core."""
         if compiled and self.threads != self.team:
             self._change(self.team, "the compiled level was made for them", step)
         if self.team == 1 or compiled or time.monotonic() - self.looked_at < self.EVERY_SECONDS:

@@ -283,6 +283,20 @@ def test_where_there_is_no_room_for_lanes_all_threads_work_together():
     assert [lanes.piece(size) for size in (1, 2, 5)] == [(1, 2), (1, 1), (2, 1)]
 
 
+@pytest.mark.parametrize(("size", "threads", "used"), [(3, 1, True), (3, 2, False), (2, 1, False)])
+def test_a_compiled_level_is_for_one_size_and_one_number_of_threads(size, threads, used):
+    level, seen = learner().model.L_level, []
+    level.compiled = lambda x, angles: seen.append(x.shape) or x
+    level.compiled_size, level.compiled_threads = 3, 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        level(torch.zeros(SHAPE.seq_len, size, 8), None)
+    finally:
+        torch.set_num_threads(before)
+    assert bool(seen) == used
+
+
 def test_what_a_lane_raises_reaches_the_caller_after_all_have_stopped():
     running = []
 

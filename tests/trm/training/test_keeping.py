@@ -372,6 +372,7 @@ def test_heat_is_what_the_system_says_or_the_user(limit, thermal, hot):
     [
         ({}, [2, 1, 1, 1, 2, 2]),
         ({"lanes": 2}, [2] * 6),
+        ({"lanes": 2, "micro_batch_size": 1}, [2, 1, 1, 1, 2, 2]),  # no room for two lanes, so a team
         ({"threads": 1}, [1] * 6),
     ],
 )

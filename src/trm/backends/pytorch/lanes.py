@@ -24,18 +24,17 @@ class Lanes:
     Where fewer slots than lanes may be computed at a time, all cores work on the same products instead."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self.all_threads = torch.get_num_threads()
+        self.count, self.all_threads = count, torch.get_num_threads()
+        self.threads = max(1, self.all_threads // count)  # of each
         self.pool: ThreadPoolExecutor | None = None
         if count > 1:
-            of_each = max(1, self.all_threads // count)
-            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (of_each,))
+            self.pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (self.threads,))
 
     def piece(self, at_a_time: int) -> tuple[int, int]:
         """Slots of one lane, of so many that may be computed at a time, and its threads."""
-        if self.pool is None or at_a_time < self.count:
+        if at_a_time < self.count:
             return at_a_time, self.all_threads
-        return at_a_time // self.count, max(1, self.all_threads // self.count)
+        return at_a_time // self.count, self.threads
 
     def each(
         self,
