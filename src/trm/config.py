@@ -43,6 +43,8 @@ Rate = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, lt=1, allow_
 BelowOne = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
+Side = Annotated[Count, Field(le=16)]
+
 _MAX_RECIPE_LENGTH, _MAX_BRACKETS = 100_000, 1000
 
 
@@ -67,6 +69,9 @@ class ModelConfig(Section):
     expansion: Annotated[Positive, Field(le=64)] = 4.0
     mlp_t: bool = False  # mix positions by a network over all of them, instead of attention
     neighbourhood: Literal[3, 5, 7] | None = None  # ... or by what so large a square around a cell holds
+    # ... or, for Sudoku with boxes of so many rows and columns, by what rows, columns, boxes and cells hold;
+    # then every digit of every cell has a latent of its own.
+    candidates: tuple[Side, Side] | None = None
     pos_encodings: Literal["rope", "learned", "none"] = "rope"
     puzzle_emb_ndim: CountOrZero = 0
     puzzle_emb_len: CountOrZero = 16  # 0: as many positions as puzzle_emb_ndim needs
@@ -86,7 +91,7 @@ class ModelConfig(Section):
 
     @property
     def attention(self) -> bool:
-        return not self.mlp_t and self.neighbourhood is None
+        return not (self.mlp_t or self.neighbourhood or self.candidates)
 
     @property
     def cycles_per_step(self) -> int:
@@ -110,15 +115,17 @@ class ModelConfig(Section):
             found.append(f"rotary positions need an even head size; hidden_size / num_heads is {head_size}")
         if not self.attention and self.pos_encodings == "rope":
             found.append(
-                "rotary positions act inside attention; without it (mlp_t, neighbourhood) use pos_encodings "
-                "none or learned"
+                "rotary positions act inside attention; without it (mlp_t, neighbourhood, candidates) use "
+                "pos_encodings none or learned"
             )
-        if self.neighbourhood and self.mlp_t:
-            found.append("positions are mixed by mlp_t or by neighbourhood, not by both")
-        if self.neighbourhood and self.puzzle_emb_ndim:
+        if bool(self.mlp_t) + bool(self.neighbourhood) + bool(self.candidates) > 1:
+            found.append("positions are mixed by one of mlp_t, neighbourhood and candidates")
+        if (self.neighbourhood or self.candidates) and self.puzzle_emb_ndim:
             found.append(
-                "a neighbourhood reaches cells only; puzzle_emb_ndim would put positions before them"
+                "neighbourhood and candidates reach cells only; puzzle_emb_ndim would put positions before them"
             )
+        if self.candidates and self.inner_width(self.hidden_size) < 5:
+            found.append("candidates need a fifth of the inner width for each kind of house; it is below 5")
         if self.prefix_len * self.hidden_size < self.puzzle_emb_ndim:
             found.append(f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit puzzle_emb_len positions")
         if found:

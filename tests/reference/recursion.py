@@ -67,10 +67,38 @@ def nearby(x, weight, size):
     return out
 
 
+def houses(x, weights, name, box):
+    """x (cells x digits, D). A candidate's own units stay; of the others, each kind is summed over its house."""
+    rows, columns = box
+    size = rows * columns
+    inner = x @ weights[f"{name}.gate_up_proj.weight"].T
+    half = inner.shape[-1] // 2
+    hidden = silu(inner[:, :half]) * inner[:, half:]
+    units = half // 5 // 8 * 8 or half // 5
+    triples = [(row, column, digit) for row in range(size) for column in range(size) for digit in range(size)]
+    kinds = (
+        lambda row, column, digit: (row, digit),
+        lambda row, column, digit: (column, digit),
+        lambda row, column, digit: (row // rows, column // columns, digit),
+        lambda row, column, digit: (row, column),
+    )
+    shared = hidden.copy()
+    for kind, house_of in enumerate(kinds):
+        start = half - (4 - kind) * units
+        for i, triple in enumerate(triples):
+            members = [j for j, other in enumerate(triples) if house_of(*other) == house_of(*triple)]
+            assert len(members) == size
+            shared[i, start : start + units] = hidden[members, start : start + units].sum(0) / math.sqrt(size)
+    return shared @ weights[f"{name}.down_proj.weight"].T
+
+
 def network(h, weights, config):
     """One pass of a hidden state (L, D) through the level's layers."""
     for i in range(config.num_layers):
         name = f"L_level.layers.{i}"
+        if config.candidates:
+            h = rms(h + houses(h, weights, f"{name}.mlp", config.candidates), config.rms_norm_eps)
+            continue
         if config.mlp_t:
             h = rms(h.T + swiglu(h.T, weights, f"{name}.mlp_t"), config.rms_norm_eps).T
         elif config.neighbourhood:
@@ -83,6 +111,9 @@ def network(h, weights, config):
 
 
 def question(tokens, identifier, weights, config):
+    if config.candidates:  # digits are the last of six tokens
+        digits = range(6 - math.prod(config.candidates), 6)
+        tokens = [(1 if token == d else 2) if token in digits else 0 for token in tokens for d in digits]
     x = weights["embed_tokens.embedding_weight"][tokens]
     if config.puzzle_emb_ndim:
         prefix = np.zeros(config.prefix_len * config.hidden_size)
@@ -116,6 +147,11 @@ def supervise(tokens, identifier, latents, weights, config, cycles, frozen=None)
         latents = cycle(x, latents, frozen, config)
     latents = cycle(question(tokens, identifier, weights, config), latents, weights, config)
     y = latents[0]
+    if config.candidates:
+        halt = weights["q_head.weight"] @ y.mean(0) + weights["q_head.bias"]
+        scores = (y @ weights["lm_head.weight"][0]).reshape(len(tokens), -1)
+        others = np.full((len(tokens), 4 - scores.shape[1]), -20.0)  # of four answers, digits are the last
+        return latents, np.concatenate([others, scores], axis=1), halt
     halt = weights["q_head.weight"] @ y[0] + weights["q_head.bias"]
     return latents, y[config.prefix_len :] @ weights["lm_head.weight"].T, halt
 

@@ -117,7 +117,9 @@ def operations_per_sample(model: ModelConfig, seq_len: int) -> int:
     and by the activations. Embedding, head, normalisation and optimizer are left out.
     """
     D, L = model.hidden_size, model.prefix_len + seq_len
-    if model.mlp_t:
+    if model.candidates:
+        L, mixing = L * math.prod(model.candidates), 0
+    elif model.mlp_t:
         mixing = 3 * L * model.inner_width(L) * D
     elif model.neighbourhood:
         mixing = model.neighbourhood**2 * L * D

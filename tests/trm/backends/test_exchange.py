@@ -33,10 +33,11 @@ def test_names_map_there_and_back(variant):
         assert torch.equal(again[name], tensor)
 
 
-def test_a_model_that_the_public_code_does_not_know_is_not_exported(tmp_path):
-    changes = {"neighbourhood": 3, "pos_encodings": "none", "mlp_t": False, "puzzle_emb_ndim": 0}
+@pytest.mark.parametrize("key", ["neighbourhood", "candidates"])
+def test_a_model_that_the_public_code_does_not_know_is_not_exported(tmp_path, key):
+    changes = VARIANTS[key]
     begin(Run(tmp_path / "run"), recipe(tmp_path).model_copy(update={"model": model_config(**changes)}))
-    with pytest.raises(CheckpointError, match="neighbourhood"):
+    with pytest.raises(CheckpointError, match=key):
         export_reference(tmp_path / "run", tmp_path / "model.pt")
     assert not (tmp_path / "model.pt").exists()
 

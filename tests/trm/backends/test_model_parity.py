@@ -18,6 +18,7 @@ from trm.backends.pytorch.losses import log_stablemax
 from trm.backends.pytorch.model import TinyRecursiveModel, by_convolution, by_shifts, truncated_normal
 from trm.backends.pytorch.optim import Adam
 from trm.backends.pytorch.step import TorchLearner
+from trm.tasks.base import TaskShape
 
 CYCLES = 2
 TESTS = Path(__file__).parents[2]
@@ -186,6 +187,33 @@ def test_neighbours_are_the_same_by_shifting_the_grid(size):
     torch.testing.assert_close(*ways)
     gradients = (torch.autograd.grad(way.square().mean(), (x, weight)) for way in ways)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_candidates_do_not_know_rows_columns_and_digits_apart():
+    """Any puzzle and its symmetric copy get the same answer, copied alike."""
+    config = model_config(candidates=(2, 3), pos_encodings="none", hidden_size=16, expansion=4.0)
+    model = TinyRecursiveModel(config, TaskShape(36, 8, 8, 1), seed=1)
+    rng = np.random.default_rng(0)
+    cells, digits = rng.integers(1, 8, (1, 6, 6)), 2 + rng.permutation(6)
+    rows = np.concatenate([2 * band + rng.permutation(2) for band in rng.permutation(3)])
+    columns = np.concatenate([3 * stack + rng.permutation(3) for stack in rng.permutation(2)])
+    relabelled = np.concatenate([[0, 1], digits])
+
+    def scores(grid):
+        with torch.no_grad():
+            y_LBD = model(torch.from_numpy(grid.reshape(1, 36)), None, model.start(1), CYCLES)[0]
+            found = model.token_logits(model.answer_positions(y_LBD))
+            return found.reshape(6, 6, 8).numpy(), model.halt_logits(y_LBD).numpy()
+
+    (plain, halt), (copied, copied_halt) = scores(cells), scores(relabelled[cells][:, rows][:, :, columns])
+    np.testing.assert_allclose(copied[..., relabelled], plain[rows][:, columns], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(copied_halt, halt, rtol=1e-4, atol=1e-4)
+
+
+def test_candidates_are_for_sudoku_only():
+    config = model_config(candidates=(2, 3), pos_encodings="none", expansion=4.0)
+    with pytest.raises(ConfigError, match="boxes of 2x3 it has 36 cells and 6 digits, and .* has 4 cells"):
+        TinyRecursiveModel(config, SHAPE)
 
 
 def test_a_neighbourhood_needs_a_square_grid():

@@ -87,8 +87,9 @@ def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled:
     """The public code compiles its model unless told not to, and then loads compiled names only."""
     run = Run(path)
     config = run.config
-    if config.model.neighbourhood:
-        raise CheckpointError("The public code has no layers like those of a model with `neighbourhood`")
+    for key in ("neighbourhood", "candidates"):
+        if getattr(config.model, key):
+            raise CheckpointError(f"The public code has no layers like those of a model with `{key}`")
     checkpoint = run.checkpoints().best_or_newest()
     weights = checkpoint.load("ema" if averaged and config.training.ema else "weights")
     file = file.resolve()

@@ -8,6 +8,7 @@ functions are traced and fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,30 +21,34 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+# Changes hidden units in place, by a symmetric matrix: then gradients pass through it as they are.
+Share = Callable[[Tensor], Tensor]
+
+
 class _Gated(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)) over the columns of x (n, width) or, with `dim` 0, its rows (width, n)."""
+    """down(share(silu(gate(x)) * up(x))) over the columns of x (n, width) or, with `dim` 0, its rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dim: int, share: Share) -> Tensor:
         inner = _product(x, gate_up, dim)
-        ctx.dim = dim
+        ctx.dim, ctx.share = dim, share
         ctx.save_for_backward(x, gate_up, down, inner)
         gate, up = inner.chunk(2, dim=dim)
-        return _product(F.silu(gate).mul_(up), down, dim)
+        return _product(share(F.silu(gate).mul_(up)), down, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,), (x, gate_up, down, inner), dim = gradients, ctx.saved_tensors, ctx.dim
-        d_product = _product(d_out, down.T, dim)
+        d_product = ctx.share(_product(d_out, down.T, dim))
         gate, up = inner.chunk(2, dim=dim)
         silu = F.silu(gate)
-        d_down = _weight_gradient(d_out, silu * up, dim)
+        d_down = _weight_gradient(d_out, ctx.share(silu * up), dim)
         d_inner = torch.empty_like(inner)
         d_gate, d_up = d_inner.chunk(2, dim=dim)
         torch.mul(d_product, silu, out=d_up)
         torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
         d_gate_up = _weight_gradient(d_inner, x, dim)
-        return _product(d_inner, gate_up.T, dim), d_gate_up, d_down, None
+        return _product(d_inner, gate_up.T, dim), d_gate_up, d_down, None, None
 
 
 def _product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
@@ -106,8 +111,13 @@ def _rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     torch.mul(second, cos, out=to_second).addcmul_(first, sin)
 
 
-def gated(x: Tensor, gate_up: Tensor, down: Tensor, dim: int) -> Tensor:
-    result: Tensor = _Gated.apply(x, gate_up.to(x.dtype), down.to(x.dtype), dim)  # type: ignore[no-untyped-call]
+def _unshared(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def gated(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, share: Share = _unshared) -> Tensor:
+    weights = gate_up.to(x.dtype), down.to(x.dtype)
+    result: Tensor = _Gated.apply(x, *weights, dim, share)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -60,7 +60,7 @@ def _layers_kept(model: ModelConfig) -> int:
 def _kept_for_backward(network: TinyRecursiveModel) -> float:
     """Bytes for one example, each stored tensor counted once and weights not at all."""
     weights = {id(parameter.untyped_storage()) for parameter in network.parameters()}
-    num_positions = network.config.prefix_len + network.shape.seq_len
+    num_positions = network.num_positions
     stores: dict[int, tuple[object, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:

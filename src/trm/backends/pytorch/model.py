@@ -27,6 +27,8 @@ from trm.tasks.base import TaskShape
 # Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the asked one.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
+NEVER = -20.0  # the logit of a token that is no digit, where candidates answer
+
 # Only oneDNN has a fast convolution of single channels, and PyTorch for Apple Silicon comes without it.
 _ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
@@ -136,12 +138,44 @@ def by_shifts(x_LBD: Tensor, weight: Tensor) -> Tensor:
     return reduce(torch.add, parts).reshape(L, B, D)
 
 
+class Houses(SwiGLU):
+    """A gated network over candidates, of whose hidden units most are added up over a house of Sudoku.
+
+    A fifth of the units are a candidate's own. The others tell it what all candidates of its row, of its
+    column, of its box (for the same digit) and of its cell (for all digits) say: nine of them, one of which
+    is right. Nothing depends on where a house lies or which digit it is about.
+    """
+
+    def __init__(self, box: tuple[int, int], config: ModelConfig, generator: torch.Generator | None) -> None:
+        super().__init__(config.hidden_size, config, generator)
+        self.box = box
+        inner = config.inner_width(config.hidden_size)
+        self.units = inner // 5 // 8 * 8 or inner // 5  # for each kind of house, aligned
+
+    def forward(self, x_LBD: Tensor, *, along_positions: bool = False) -> Tensor:
+        x = x_LBD.reshape(-1, x_LBD.shape[-1])
+        return gated(x, self.gate_up_proj.weight, self.down_proj.weight, 1, self.add_up).view_as(x_LBD)
+
+    def add_up(self, hidden: Tensor) -> Tensor:
+        rows, columns = self.box
+        size = rows * columns
+        grid = hidden.view(size, size, size, -1, hidden.shape[-1])  # row, column, digit, slot, unit
+        row, column, box, cell = grid[..., -4 * self.units :].split(self.units, dim=-1)
+        box = box.unflatten(1, (rows, columns)).unflatten(0, (columns, rows))
+        for houses, dims in ((row, (1,)), (column, (0,)), (box, (1, 3)), (cell, (2,))):
+            houses.copy_(houses.sum(dims, keepdim=True).mul_(size**-0.5).expand_as(houses))
+        return hidden
+
+
 class Layer(nn.Module):
     """Mix positions, then channels; after each, add and normalise (over what was mixed, as published)."""
 
     def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
+        if config.candidates:
+            self.mlp = Houses(config.candidates, config, generator)  # mixes both at once
+            return
         if config.mlp_t:
             self.mlp_t = SwiGLU(num_positions, config, generator)
         elif config.neighbourhood:
@@ -155,7 +189,7 @@ class Layer(nn.Module):
             x_LBD = add_and_normalize(x_LBD, self.mlp_t(x_LBD, along_positions=True), 0, self.eps)
         elif hasattr(self, "nearby"):
             x_LBD = add_and_normalize(x_LBD, self.nearby(x_LBD), -1, self.eps)
-        else:
+        elif hasattr(self, "self_attn"):
             x_LBD = add_and_normalize(x_LBD, self.self_attn(x_LBD, angles), -1, self.eps)
         return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
 
@@ -210,6 +244,33 @@ class HaltHead(nn.Module):
         self.bias = nn.Parameter(torch.full((2,), -5.0))  # hardly ever halt until it is learned
 
 
+def positions(config: ModelConfig, shape: TaskShape) -> int:
+    """Of the latents: the prefix and the cells, or every digit of every cell."""
+    if config.candidates:
+        digits = math.prod(config.candidates)
+        if shape.seq_len != digits**2 or min(shape.vocab_size, shape.output_vocab_size) < digits:
+            rows, columns = config.candidates
+            raise ConfigError(
+                f"model.candidates is for Sudoku; with boxes of {rows}x{columns} it has {digits**2} cells and "
+                f"{digits} digits, and this dataset has {shape.seq_len} cells"
+            )
+        return shape.seq_len * digits
+    count = config.prefix_len + shape.seq_len
+    if config.neighbourhood and math.isqrt(count) ** 2 != count:
+        raise ConfigError(f"model.neighbourhood is for square grids; {count} cells are none")
+    return count
+
+
+def candidate_marks(tokens_LB: Tensor, vocab_size: int, digits: int) -> Tensor:
+    """(L x digits, B) for every digit of every cell: 0 open, 1 given, 2 another one is given.
+
+    Digits are the last tokens of a vocabulary."""
+    digit_1D1 = torch.arange(vocab_size - digits, vocab_size, device=tokens_LB.device)[None, :, None]
+    token_L1B = tokens_LB[:, None]
+    marks = torch.where(token_L1B == digit_1D1, 1, 2) * (token_L1B >= vocab_size - digits)
+    return marks.flatten(0, 1)
+
+
 class TinyRecursiveModel(nn.Module):
     initial_latents: Tensor
 
@@ -219,16 +280,15 @@ class TinyRecursiveModel(nn.Module):
         self.config = config
         self.shape = shape
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        num_positions = config.prefix_len + shape.seq_len
-        if config.neighbourhood and math.isqrt(num_positions) ** 2 != num_positions:
-            raise ConfigError(f"model.neighbourhood is for square grids; {num_positions} cells are none")
-        self.embed_tokens = Embedding(shape.vocab_size, config, generator)
+        self.num_positions = num_positions = positions(config, shape)
+        self.embed_tokens = Embedding(3 if config.candidates else shape.vocab_size, config, generator)
         if config.pos_encodings == "learned":
             self.embed_pos = Embedding(num_positions, config, generator)
         if config.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(shape.num_puzzle_identifiers, config.puzzle_emb_ndim)
         self.L_level = Level(num_positions, config, generator)
-        self.lm_head = Projection(config.hidden_size, shape.output_vocab_size, generator)
+        num_scores = 1 if config.candidates else shape.output_vocab_size
+        self.lm_head = Projection(config.hidden_size, num_scores, generator)
         self.q_head = HaltHead(config.hidden_size)
         num_latents = 2 if config.variant == "trm" else 1
         initial = truncated_normal(num_latents, config.hidden_size, std=1, generator=generator)
@@ -246,13 +306,15 @@ class TinyRecursiveModel(nn.Module):
     def start(self, batch_size: int) -> Tensor:
         """Latents (K, L, B, D) of examples that nobody has thought about yet."""
         num_latents, hidden_size = self.initial_latents.shape
-        num_positions = self.config.prefix_len + self.shape.seq_len
         initial = self.initial_latents.to(self.dtype)[:, None, None, :]
-        return initial.expand(num_latents, num_positions, batch_size, hidden_size)
+        return initial.expand(num_latents, self.num_positions, batch_size, hidden_size)
 
     def embed(self, inputs_BL: Tensor, puzzle_rows: Tensor | None) -> Tensor:
         """The question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
-        x_LBD = F.embedding(inputs_BL.T, self.embed_tokens.embedding_weight.to(self.dtype))
+        tokens_LB = inputs_BL.T
+        if self.config.candidates:
+            tokens_LB = candidate_marks(tokens_LB, self.shape.vocab_size, math.prod(self.config.candidates))
+        x_LBD = F.embedding(tokens_LB, self.embed_tokens.embedding_weight.to(self.dtype))
         if puzzle_rows is not None:
             prefix_len, hidden_size = self.config.prefix_len, self.config.hidden_size
             padded = F.pad(puzzle_rows, (0, prefix_len * hidden_size - puzzle_rows.shape[1]))
@@ -289,13 +351,19 @@ class TinyRecursiveModel(nn.Module):
         return self.L_level(y_LBD + z_LBD, self.angles), z_LBD
 
     def answer_positions(self, y_LBD: Tensor) -> Tensor:
-        """(B, L, D) without the prefix."""
+        """(B, L, D) without the prefix; (B, cells, digits, D) of candidates."""
+        if self.config.candidates:
+            return y_LBD.unflatten(0, (self.shape.seq_len, -1)).permute(2, 0, 1, 3)
         return y_LBD[self.config.prefix_len :].transpose(0, 1)
 
     def token_logits(self, positions: Tensor) -> Tensor:
-        return linear(positions, self.lm_head.weight)
+        logits = linear(positions, self.lm_head.weight)
+        if self.config.candidates:
+            scores = logits.squeeze(-1)
+            return F.pad(scores, (self.shape.output_vocab_size - scores.shape[-1], 0), value=NEVER)
+        return logits
 
     def halt_logits(self, y_LBD: Tensor) -> Tensor:
-        """(B, 2) from the first position, which is the prefix's where there is one."""
-        first = y_LBD[0]
+        """(B, 2) from the first position, which is the prefix's where there is one; from all candidates."""
+        first = y_LBD.mean(0) if self.config.candidates else y_LBD[0]
         return widened(F.linear(first, self.q_head.weight.to(first.dtype), self.q_head.bias.to(first.dtype)))
