@@ -94,6 +94,7 @@ class TrainingParams:
     samples_per_second: float | None = None  # as the probe measured it
     reasons: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    settling: bool = False  # only to begin with: the first steps will tell what is better
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -122,7 +122,8 @@ class ModelConfig(Section):
             found.append("positions are mixed by one of mlp_t, neighbourhood and candidates")
         if (self.neighbourhood or self.candidates) and self.puzzle_emb_ndim:
             found.append(
-                "neighbourhood and candidates reach cells only; puzzle_emb_ndim would put positions before them"
+                "neighbourhood and candidates reach cells only; puzzle_emb_ndim would put positions before "
+                "them"
             )
         if self.candidates and self.inner_width(self.hidden_size) < 5:
             found.append("candidates need a fifth of the inner width for each kind of house; it is below 5")

@@ -68,7 +68,7 @@ def nearby(x, weight, size):
 
 
 def houses(x, weights, name, box):
-    """x (cells x digits, D). A candidate's own units stay; of the others, each kind is summed over its house."""
+    """x (cells x digits, D). A candidate's own units stay; others are summed over houses, kind by kind."""
     rows, columns = box
     size = rows * columns
     inner = x @ weights[f"{name}.gate_up_proj.weight"].T

@@ -110,7 +110,7 @@ class Report(Section):
     profiles: Annotated[dict[Name, Results], Field(min_length=1)]
 
 
-def operations_per_sample(model: ModelConfig, seq_len: int) -> int:
+def operations_per_sample(model: ModelConfig, seq_len: int, cycles: int | None = None) -> int:
     """Of the matrix products in one step of one example, a multiplication and an addition counted as two.
 
     A recursion with gradient counts three times: its backward pass multiplies twice as much, by the weights
@@ -126,7 +126,8 @@ def operations_per_sample(model: ModelConfig, seq_len: int) -> int:
     else:
         mixing = 4 * D * D * L + 2 * L * L * D
     network = 3 * D * model.inner_width(D) * L
-    levels = (model.L_cycles + 1) * (model.H_cycles - 1 + 3)
+    levels = 1 if model.variant == "transformer" else model.L_cycles + 1
+    levels *= (cycles or model.cycles_per_step) - 1 + 3
     return 2 * (mixing + network) * model.num_layers * levels
 
 

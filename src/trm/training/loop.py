@@ -34,9 +34,20 @@ from trm.tasks.base import Split, Task, fingerprint, open_split
 from trm.training.compiling import Compiling
 from trm.training.evaluation import EVALUATION_CUT, Evaluation, evaluate
 from trm.training.interruption import Interrupted, stop_signals
+from trm.training.planning import Planner
+from trm.training.probe import Way
 from trm.training.saving import BestSoFar, Saver
+from trm.training.settling import Settling
 from trm.training.state import TrainingState
-from trm.training.watching import Display, Journal, MemoryWatch, MetricsLog, PowerWatch, ThreadWatch
+from trm.training.watching import (
+    Display,
+    Journal,
+    MemoryWatch,
+    MetricsLog,
+    PowerWatch,
+    ThreadWatch,
+    show_plan,
+)
 
 SKIPS_IN_A_ROW = 3
 NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
@@ -103,15 +114,26 @@ def train(
         backend.learner, config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
         plan.gradient_checkpointing, plan.lanes,
     )  # fmt: skip
+    if plan.settling:  # nobody has tried whether the model fits
+        needed = backend.state_bytes(config.model, config.training, splits[0].shape)
+        if plan.budget_bytes is not None and needed > plan.budget_bytes / 2:
+            raise AllocationFailed(torn=False)
     state = TrainingState(config, plan, task, splits[0], make_learner)
     trainer = Trainer(config, state, splits[1], run, display, set_threads)
+    if plan.settling:
+        hardware = HardwareDetector().detect(with_torch=False)
+        trainer.settle_with(Planner(config, splits[0].shape, hardware, display))
     trainer.resume()
     begin(run, config)
-    trainer.journal.write("plan.json", json.dumps(plan.to_json(), indent=2))
-    trainer.journal.event("plan", **plan.to_json())  # the events are the history of how a run was carried out
+    write_plan(trainer.journal, plan)
     trainer.journal.write("hardware.json", json.dumps(describe_machine(), indent=2))
     with stop_signals() as check, trainer.watch.monitor, trainer.power.monitor:
         return trainer.run(limits, check)
+
+
+def write_plan(journal: Journal, plan: Plan) -> None:
+    journal.write("plan.json", json.dumps(plan.to_json(), indent=2))
+    journal.event("plan", **plan.to_json())  # the events are the history of how a run was carried out
 
 
 def describe_machine() -> dict[str, Any]:
@@ -170,10 +192,38 @@ class Trainer:
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
         self.evaluated = 0  # the last step whose weights were evaluated
+        self.set_threads = set_threads
+        self.settling: Settling | None = None
 
     @property
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
+
+    def settle_with(self, planner: Planner) -> None:
+        def apply(size: int, way: Way) -> None:
+            self._compute_by(*way)
+            self.watch.follow(replace(self.state.plan, micro_batch_size=size))
+
+        self.settling = Settling(planner, self.state.plan, apply)
+
+    def _compute_by(self, threads: int, lanes: int) -> None:
+        self.set_threads(threads)
+        self.state.learner.set_lanes(lanes)
+
+    def _settle(self, seconds: float, micro_batch_size: int) -> None:
+        if self.settling is None:
+            return
+        plan = self.settling.after_step(self.state.step, seconds, micro_batch_size)
+        if plan is None:
+            return
+        self.settling, self.state.plan = None, plan
+        self._compute_by(plan.threads, plan.lanes)
+        self.watch.follow(plan)
+        config, shape = self.config, self.state.split.shape
+        self.threads = ThreadWatch(config, plan, self.set_threads, self.journal, self.display)
+        self.compiling = Compiling(config, plan, shape, self.journal, self.display)
+        write_plan(self.journal, plan)
+        show_plan(self.display, config, plan)
 
     def resume(self) -> None:
         checkpoint = self._recover()
@@ -216,6 +266,7 @@ class Trainer:
                 log.add(self.state.step, result, rate, took, self.seconds, size)
                 self._show(log)
                 self.watch.collect_garbage(self.state.step)
+                self._settle(took, size)
                 self.compiling.go_on(self.state.learner, self.state.step, limits.max_seconds)
                 self.threads.look(self.state.step, self.compiling.in_use)
         except Interrupted:

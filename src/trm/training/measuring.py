@@ -37,6 +37,10 @@ class Measured:
     by_size: dict[int, float]  # samples per second
     by_way: dict[Way, float]  # the same; empty if there was only one choice
 
+    def to_json(self) -> dict[str, Any]:
+        by_way = [(*way, rate) for way, rate in self.by_way.items()]
+        return {"sizes": [asdict(size) for size in self.sizes], "by_size": self.by_size, "by_way": by_way}
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -47,6 +51,16 @@ class Question:
     gradient_checkpointing: Checkpointing
     allocator: str
     ways: tuple[Way, ...]
+
+    @property
+    def file(self) -> Path:
+        """Where a probe's answer is kept."""
+        return cache_directory() / "probes" / f"{self.key()}.json"
+
+    @property
+    def first_steps(self) -> Path:
+        """Where a run keeps what its first steps told; of memory they know less than a probe."""
+        return self.file.with_suffix(".first-steps.json")
 
     def key(self) -> str:
         """Of everything that memory and speed depend on."""
@@ -69,8 +83,7 @@ def _mapped_mib(dataset: Path) -> int:
 
 def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Measured | None:
     """From the cache or by a probe; None if no size survived."""
-    file = cache_directory() / "probes" / f"{question.key()}.json"
-    if (known := _read(file)) is not None:
+    if (known := read_measurement(question.file)) is not None:
         return known
     busy = psutil.cpu_percent(interval=0.2) > BUSY_PERCENT
     hint = " Other programs are busy, so it will be measured again at the next start." if busy else ""
@@ -88,8 +101,7 @@ def measure(question: Question, budget_bytes: int, say: Say, keep: bool) -> Meas
         return None
     measured = _measured(rows, found)
     if found.get("whole") and keep and not busy:  # not what a tight budget or a death left unfinished
-        by_way = [(*way, rate) for way, rate in measured.by_way.items()]
-        keep_measurement(file, {"sizes": rows, "by_size": measured.by_size, "by_way": by_way})
+        keep_measurement(question.file, measured.to_json())
     return measured
 
 
@@ -121,7 +133,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", default)) / "macbook-trm"
 
 
-def _read(file: Path) -> Measured | None:
+def read_measurement(file: Path) -> Measured | None:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
         return _measured(facts["sizes"], {"rates": facts["by_size"], "ways": facts["by_way"]})

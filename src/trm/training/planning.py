@@ -18,10 +18,20 @@ from macbook_optimization.training_config_adapter import Checkpointing, Training
 from trm.config import PlanSettings, RunConfig
 from trm.runs import Plan
 from trm.tasks.base import TaskShape
-from trm.training.measuring import Measured, Question, measure
-from trm.training.probe import FIRST_SIZE, NEARLY_AS_FAST, Way, address_line, memory_line
+from trm.training.benchmark import operations_per_sample
+from trm.training.measuring import Measured, Question, keep_measurement, measure, read_measurement
+from trm.training.probe import (
+    FIRST_SIZE,
+    NEARLY_AS_FAST,
+    Way,
+    address_line,
+    memory_line,
+    typical_cycles,
+)
 from trm.training.watching import Say
 
+SHORT_STEP = 1e12  # operations: some ten seconds of an old laptop
+AS_THE_RECIPE_SAYS = "as the recipe says; plan.precision=auto lets a measurement choose"
 LARGE_ENOUGH = 32  # beyond this, larger micro-batches were never measured to be faster
 
 
@@ -41,6 +51,55 @@ class Planner:
         planner = replace(self, config=config)
         plan = planner._by_hand() or planner._by_measurement()
         return replace(plan, warnings=warnings) if plan is not None else None
+
+    def at_once(self) -> Plan | None:
+        """A plan to begin with where nothing is known, and the first steps of the run can tell what is best;
+        the one that those of an earlier run told; None where that is for a probe."""
+        config, warnings = self._correct()
+        planner = replace(self, config=config)
+        if not planner._may_settle() or planner._question().file.exists():
+            return None
+        measured = read_measurement(planner._question().first_steps)
+        plan = planner._to_begin_with() if measured is None else planner.settled(measured, keep=False)
+        return replace(plan, warnings=warnings)
+
+    def _may_settle(self) -> bool:
+        """Where the user leaves it to us, memory has no limit to keep to, and a step does not take longer
+        than a probe would."""
+        settings, training = self.config.plan, self.config.training
+        asked = settings.micro_batch_size or settings.memory_limit_mb or settings.compile
+        usual = {
+            "precision": (settings.precision or self.config.model.forward_dtype) == "float32",
+            "gradient_checkpointing": settings.gradient_checkpointing in (None, "none"),
+            "allocator": settings.allocator in (None, "system"),
+            "address space": self.budget.address_space_bytes is None,
+        }
+        operations = operations_per_sample(self.config.model, self.shape.seq_len, typical_cycles(self.config))
+        return (
+            not (asked or training.deterministic)
+            and all(usual.values())
+            and operations * training.effective_batch_size <= SHORT_STEP
+        )
+
+    def _to_begin_with(self) -> Plan:
+        threads, lanes = max(self.ways())
+        slots = self.config.training.effective_batch_size
+        size = min(lanes, slots)
+        return Plan(
+            micro_batch_size=size,
+            accumulation_steps=math.ceil(slots / size),
+            threads=threads,
+            lanes=lanes,
+            budget_bytes=self.budget.resident_bytes,
+            settling=True,
+        )
+
+    def settled(self, measured: Measured, *, keep: bool) -> Plan:
+        """From what the first steps of a run told; one example at a time has already been trained with."""
+        if keep:
+            keep_measurement(self._question().first_steps, measured.to_json())
+        plan = self._plan(measured, "float32", "none", "system")
+        return replace(plan, reasons={**plan.reasons, "precision": AS_THE_RECIPE_SAYS})
 
     def _correct(self) -> tuple[RunConfig, tuple[str, ...]]:
         """Plan-level settings that cannot work here give way, with a warning."""
@@ -137,7 +196,7 @@ class Planner:
         wanted, why = settings.micro_batch_size, "set by hand"
         if wanted is None:
             wanted, why = _fast_enough(measured.by_size, self.config.training.effective_batch_size)
-        most = self._most(measured)
+        most = max(1, self._most(measured))
         if most < wanted:
             why = f"more do not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
         batches = plan_batches(
@@ -206,7 +265,7 @@ class Planner:
         """float32 unless the user or the recipe asks for less, and a measured step says that it pays."""
         asked = self.config.plan.precision or self.config.model.forward_dtype
         if asked == "float32":
-            return asked, "as the recipe says; plan.precision=auto lets a measurement choose"
+            return asked, AS_THE_RECIPE_SAYS
         rates = {}
         for precision in ("float32", "bfloat16"):
             measured = self.measure(precision, checkpointing, allocator)
@@ -221,14 +280,19 @@ class Planner:
         return chosen, f"a step in bfloat16 was {ratio:.2f} times as fast; {BFLOAT16_GAIN} is asked for"
 
     def measure(self, precision: str, checkpointing: Checkpointing, allocator: str) -> Measured | None:
-        ways = tuple(self.ways())
-        question = Question(self.config, self.shape, self.hardware, precision, checkpointing, allocator, ways)
+        question = self._question(precision, checkpointing, allocator)
         # A limit hides the sizes beyond it.
         keep = self.budget.address_space_bytes is None
         key = question.key()
         if key not in self.known:
             self.known[key] = measure(question, self.budget.resident_bytes, self.say, keep)
         return self.known[key]
+
+    def _question(
+        self, precision: str = "float32", checkpointing: Checkpointing = "none", allocator: str = "system"
+    ) -> Question:
+        ways = tuple(self.ways())
+        return Question(self.config, self.shape, self.hardware, precision, checkpointing, allocator, ways)
 
 
 def _fast_enough(rates: Mapping[int, float], num_slots: int) -> tuple[int, str]:

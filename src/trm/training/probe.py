@@ -137,6 +137,13 @@ def _limit_address_space(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
+def typical_cycles(config: RunConfig) -> int:
+    """Recursions of most steps of a run, as many as half of them have when they are drawn."""
+    if config.training.supervision == "deep":
+        return config.model.cycles_per_step
+    return (1 + max(config.training.depths.values())) // 2
+
+
 class Stepper:
     """A trainer of the recipe, of whose steps only the first few slots are computed."""
 
@@ -164,11 +171,7 @@ class Stepper:
     def some_slots(self, size: int, cuts: int) -> float:
         """Seconds for a step of so many cuts."""
         self.step += 1
-        training = self.config.training
-        deepest = max(training.depths.values())
-        cycles = (
-            (1 + deepest) // 2 if training.supervision == "terminal" else self.config.model.cycles_per_step
-        )
+        cycles = typical_cycles(self.config)
         settings = StepSettings(self.step, cycles, learning_rate=1e-6, puzzle_emb_lr=1e-6)
         batch = self.batch.first(size * cuts)
         started = time.perf_counter()

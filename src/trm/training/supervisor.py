@@ -28,7 +28,7 @@ from trm.training.fitting import estimate, fitted, too_large
 from trm.training.loop import NO_MEMORY, Limits, Outcome, data_manager, open_splits
 from trm.training.planning import Planner
 from trm.training.state import PLAN_FACTS
-from trm.training.watching import Display, Journal
+from trm.training.watching import Display, Journal, show_plan
 
 DEATHS_AT_THE_SMALLEST_PLAN = 3  # without a checkpoint between them
 KILLS_BY_HAND = 10  # the same; so often, deterministic training keeps its plan
@@ -64,14 +64,15 @@ def prepare(
     planner = Planner(config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
-    plan = _plan_so_far(run, planner) or planner.choose()
+    plan = _plan_so_far(run, planner) or planner.at_once() or planner.choose()
     if plan is None:
         raise too_large(planner)
     for warning in plan.warnings:
         display.message(f"warning: {warning}")
-    display.message("Plan: " + "\n      ".join(plan.explain()))
-    if (forecast := _forecast(planner.config, plan)) is not None:
-        display.message(forecast)
+    if plan.settling:
+        display.message("The first steps are carried out in several ways, to see what is fastest here.")
+    else:
+        show_plan(display, planner.config, plan)
     data = {"train": fingerprint(train_split), "test": fingerprint(test_split)}
     return Job(planner.config, run, plan, planner, data)
 
@@ -128,24 +129,6 @@ def _as_fitted(config: RunConfig, path: Path, display: Display) -> RunConfig:
     return fitted_before
 
 
-def _forecast(config: RunConfig, plan: Plan) -> str | None:
-    if plan.samples_per_second is None:
-        return None
-    seconds = config.training.effective_batch_size / plan.samples_per_second
-    whole = seconds * config.training.max_steps
-    return (
-        f"A step takes about {_duration(seconds)} on quiet cores; all {config.training.max_steps} steps "
-        f"would take {_duration(whole)}, evaluations aside."
-    )
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds * 1000:.0f} ms"
-
-
 def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
     """Trains to the end, whatever kills the trainer on the way. Both hold the lock of the run."""
     plan, deaths, kept, step = job.plan, 0, 0, job.run.checkpoints().newest_step()
@@ -175,6 +158,8 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
         except ChildDied as death:
             if death.signal == signal.SIGBUS:  # what a file does that was cut short under a map
                 open_splits(job.config, load_task(job.config.task))
+            if plan.settling:
+                plan = job.run.plan or plan  # which the first steps have told by now, perhaps
             reached = job.run.checkpoints().newest_step()
             if reached != step:
                 deaths, kept, step = 0, 0, reached
@@ -184,6 +169,11 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
                 smaller, kept = plan, kept + 1
             else:
                 smaller = plan_after(death, plan, job.config.training.effective_batch_size)
+                if plan.settling:  # then a probe tells what fits, in a process of its own
+                    measured = job.planner.choose()
+                    if measured is None:
+                        raise too_large(job.planner) from None
+                    smaller = measured
                 deaths += smaller == plan
             hopeless = smaller == plan and death.code == NO_MEMORY  # it would fail in the same place
             if hopeless or deaths >= DEATHS_AT_THE_SMALLEST_PLAN:

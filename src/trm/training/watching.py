@@ -73,6 +73,25 @@ class Journal:
         self.warned = True
 
 
+def show_plan(display: Say, config: RunConfig, plan: Plan) -> None:
+    """What was chosen and why, and how long it will take."""
+    display.message("Plan: " + "\n      ".join(plan.explain()))
+    if plan.samples_per_second is not None:
+        seconds = config.training.effective_batch_size / plan.samples_per_second
+        whole = seconds * config.training.max_steps
+        display.message(
+            f"A step takes about {_duration(seconds)} on quiet cores; all {config.training.max_steps} steps "
+            f"would take {_duration(whole)}, evaluations aside."
+        )
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds * 1000:.0f} ms"
+
+
 class PowerWatch:
     """When to save because the machine may go off, and when to let it cool."""
 
@@ -129,20 +148,24 @@ class MemoryWatch:
         settings = config.plan
         self.release = release  # what is held in memory for speed only
         self.monitor = MemoryMonitor()
+        self.pressure = PressureSettings(
+            # Another cut rounds otherwise, which deterministic training is not to do.
+            dynamic=settings.dynamic_batch_sizing and not config.training.deterministic,
+            shrink_above_percent=settings.memory_pressure_threshold,
+            grow_below_percent=settings.memory_pressure_threshold - 10,
+        )
+        self.collect_every = settings.garbage_collection_frequency
+        self.journal, self.display = journal, display
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
         self.memory = MemoryManager(
             batch_size=plan.micro_batch_size,
             largest=plan.micro_batch_size,
             model=plan.memory,
             budget_bytes=plan.budget_bytes,
-            settings=PressureSettings(
-                # Another cut rounds otherwise, which deterministic training is not to do.
-                dynamic=settings.dynamic_batch_sizing and not config.training.deterministic,
-                shrink_above_percent=settings.memory_pressure_threshold,
-                grow_below_percent=settings.memory_pressure_threshold - 10,
-            ),
+            settings=self.pressure,
         )
-        self.collect_every = settings.garbage_collection_frequency
-        self.journal, self.display = journal, display
 
     def micro_batch_size(self, step: int) -> int:
         """After an answer to what the monitor has seen since the last cut."""

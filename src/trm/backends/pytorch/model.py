@@ -159,10 +159,11 @@ class Houses(SwiGLU):
     def add_up(self, hidden: Tensor) -> Tensor:
         rows, columns = self.box
         size = rows * columns
-        grid = hidden.view(size, size, size, -1, hidden.shape[-1])  # row, column, digit, slot, unit
-        row, column, box, cell = grid[..., -4 * self.units :].split(self.units, dim=-1)
-        box = box.unflatten(1, (rows, columns)).unflatten(0, (columns, rows))
-        for houses, dims in ((row, (1,)), (column, (0,)), (box, (1, 3)), (cell, (2,))):
+        # Rows and columns of boxes, each with those in it; digit, slot, unit.
+        grid = hidden.view(columns, rows, rows, columns, size, -1, hidden.shape[-1])
+        for kind, dims in enumerate(((2, 3), (0, 1), (1, 3), (4,))):
+            start = hidden.shape[-1] - (4 - kind) * self.units
+            houses = grid[..., start : start + self.units]
             houses.copy_(houses.sum(dims, keepdim=True).mul_(size**-0.5).expand_as(houses))
         return hidden
 
@@ -173,16 +174,17 @@ class Layer(nn.Module):
     def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        if config.candidates:
-            self.mlp = Houses(config.candidates, config, generator)  # mixes both at once
-            return
         if config.mlp_t:
             self.mlp_t = SwiGLU(num_positions, config, generator)
         elif config.neighbourhood:
             self.nearby = Nearby(config.neighbourhood, config, generator)
-        else:
+        elif config.attention:
             self.self_attn = Attention(config, generator)
-        self.mlp = SwiGLU(config.hidden_size, config, generator)
+        self.mlp: SwiGLU
+        if config.candidates:  # mixes both at once
+            self.mlp = Houses(config.candidates, config, generator)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config, generator)
 
     def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         if hasattr(self, "mlp_t"):
@@ -251,8 +253,8 @@ def positions(config: ModelConfig, shape: TaskShape) -> int:
         if shape.seq_len != digits**2 or min(shape.vocab_size, shape.output_vocab_size) < digits:
             rows, columns = config.candidates
             raise ConfigError(
-                f"model.candidates is for Sudoku; with boxes of {rows}x{columns} it has {digits**2} cells and "
-                f"{digits} digits, and this dataset has {shape.seq_len} cells"
+                f"model.candidates is for Sudoku; with boxes of {rows}x{columns} it has {digits**2} cells "
+                f"and {digits} digits, and this dataset has {shape.seq_len} cells"
             )
         return shape.seq_len * digits
     count = config.prefix_len + shape.seq_len
@@ -353,7 +355,7 @@ class TinyRecursiveModel(nn.Module):
     def answer_positions(self, y_LBD: Tensor) -> Tensor:
         """(B, L, D) without the prefix; (B, cells, digits, D) of candidates."""
         if self.config.candidates:
-            return y_LBD.unflatten(0, (self.shape.seq_len, -1)).permute(2, 0, 1, 3)
+            return y_LBD.view(self.shape.seq_len, -1, *y_LBD.shape[1:]).permute(2, 0, 1, 3)
         return y_LBD[self.config.prefix_len :].transpose(0, 1)
 
     def token_logits(self, positions: Tensor) -> Tensor:
