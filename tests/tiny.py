@@ -34,9 +34,9 @@ VARIANTS = {
     "attention, puzzle prefix": {"puzzle_emb_ndim": 8, "puzzle_emb_len": 0},
     "neighbourhood": {"neighbourhood": 3, "pos_encodings": "none"},
     "neighbourhood, learned positions": {"neighbourhood": 5, "pos_encodings": "learned"},
-    "candidates": {"candidates": (1, 2), "pos_encodings": "none", "expansion": 4.0},
+    "candidates": {"candidates": True, "pos_encodings": "none", "expansion": 4.0},
     "candidates, one latent": {
-        "candidates": (2, 1),
+        "candidates": True,
         "pos_encodings": "learned",
         "expansion": 4.0,
         "variant": "transformer",

@@ -27,7 +27,13 @@ from macbook_optimization import errors
 
 Tell = Callable[[Any], None]
 # How libraries and the interpreter put it; a shared library that cannot be mapped is an ImportError.
-_NO_MEMORY = ("emory", "map segment", "bad_alloc", "Resource temporarily unavailable")
+_NO_MEMORY = (
+    "emory",
+    "map segment",
+    "bad_alloc",
+    "returned NULL without setting",
+    "Resource temporarily unavailable",
+)
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
 
 

@@ -43,8 +43,6 @@ Rate = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, lt=1, allow_
 BelowOne = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
-Side = Annotated[Count, Field(le=16)]
-
 _MAX_RECIPE_LENGTH, _MAX_BRACKETS = 100_000, 1000
 
 
@@ -69,9 +67,9 @@ class ModelConfig(Section):
     expansion: Annotated[Positive, Field(le=64)] = 4.0
     mlp_t: bool = False  # mix positions by a network over all of them, instead of attention
     neighbourhood: Literal[3, 5, 7] | None = None  # ... or by what so large a square around a cell holds
-    # ... or, for Sudoku with boxes of so many rows and columns, by what rows, columns, boxes and cells hold;
-    # then every digit of every cell has a latent of its own.
-    candidates: tuple[Side, Side] | None = None
+    # ... or, for Sudoku, by what rows, columns, boxes and cells hold; then every digit of every cell has a
+    # latent of its own.
+    candidates: bool = False
     pos_encodings: Literal["rope", "learned", "none"] = "rope"
     puzzle_emb_ndim: CountOrZero = 0
     puzzle_emb_len: CountOrZero = 16  # 0: as many positions as puzzle_emb_ndim needs
@@ -118,7 +116,7 @@ class ModelConfig(Section):
                 "rotary positions act inside attention; without it (mlp_t, neighbourhood, candidates) use "
                 "pos_encodings none or learned"
             )
-        if bool(self.mlp_t) + bool(self.neighbourhood) + bool(self.candidates) > 1:
+        if self.mlp_t + bool(self.neighbourhood) + self.candidates > 1:
             found.append("positions are mixed by one of mlp_t, neighbourhood and candidates")
         if (self.neighbourhood or self.candidates) and self.puzzle_emb_ndim:
             found.append(

@@ -97,7 +97,7 @@ def network(h, weights, config):
     for i in range(config.num_layers):
         name = f"L_level.layers.{i}"
         if config.candidates:
-            h = rms(h + houses(h, weights, f"{name}.mlp", config.candidates), config.rms_norm_eps)
+            h = rms(h + houses(h, weights, f"{name}.mlp", (1, 2)), config.rms_norm_eps)
             continue
         if config.mlp_t:
             h = rms(h.T + swiglu(h.T, weights, f"{name}.mlp_t"), config.rms_norm_eps).T
@@ -111,8 +111,8 @@ def network(h, weights, config):
 
 
 def question(tokens, identifier, weights, config):
-    if config.candidates:  # digits are the last of six tokens
-        digits = range(6 - math.prod(config.candidates), 6)
+    if config.candidates:  # of six tokens, the last two are digits
+        digits = range(4, 6)
         tokens = [(1 if token == d else 2) if token in digits else 0 for token in tokens for d in digits]
     x = weights["embed_tokens.embedding_weight"][tokens]
     if config.puzzle_emb_ndim:

@@ -6,6 +6,7 @@ step forward. The other axes are bands, rows in a band, stacks and columns in a 
 or a box is then everything along two of the axes, whatever the size.
 """
 
+import math
 from itertools import product
 
 import numpy as np
@@ -19,7 +20,14 @@ BoolArray = NDArray[np.bool_]
 MaskArray = NDArray[np.uint16]  # (bands, rows in a band, stacks, columns in a stack, puzzles)
 States = tuple[MaskArray, IntArray]  # half-solved puzzles, and which puzzle each belongs to
 
-BOX_SHAPES: dict[int, tuple[int, int]] = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows, columns
+
+def box_shape(size: int) -> tuple[int, int]:
+    """Rows and columns: as square as can be, and rather wide than high."""
+    rows = max(rows for rows in range(1, math.isqrt(size) + 1) if size % rows == 0)
+    return rows, size // rows
+
+
+BOX_SHAPES = {size: box_shape(size) for size in (4, 6, 9)}
 BLANKS: dict[int, dict[str, int]] = {
     4: {"easy": 6, "medium": 8, "hard": 10},
     6: {"easy": 16, "medium": 20, "hard": 22},

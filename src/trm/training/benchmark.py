@@ -118,7 +118,7 @@ def operations_per_sample(model: ModelConfig, seq_len: int, cycles: int | None =
     """
     D, L = model.hidden_size, model.prefix_len + seq_len
     if model.candidates:
-        L, mixing = L * math.prod(model.candidates), 0
+        L, mixing = L * math.isqrt(L), 0
     elif model.mlp_t:
         mixing = 3 * L * model.inner_width(L) * D
     elif model.neighbourhood:

@@ -191,7 +191,7 @@ def test_neighbours_are_the_same_by_shifting_the_grid(size):
 
 def test_candidates_do_not_know_rows_columns_and_digits_apart():
     """Any puzzle and its symmetric copy get the same answer, copied alike."""
-    config = model_config(candidates=(2, 3), pos_encodings="none", hidden_size=16, expansion=4.0)
+    config = model_config(candidates=True, pos_encodings="none", hidden_size=16, expansion=4.0)
     model = TinyRecursiveModel(config, TaskShape(36, 8, 8, 1), seed=1)
     rng = np.random.default_rng(0)
     cells, digits = rng.integers(1, 8, (1, 6, 6)), 2 + rng.permutation(6)
@@ -210,10 +210,11 @@ def test_candidates_do_not_know_rows_columns_and_digits_apart():
     np.testing.assert_allclose(copied_halt, halt, rtol=1e-4, atol=1e-4)
 
 
-def test_candidates_are_for_sudoku_only():
-    config = model_config(candidates=(2, 3), pos_encodings="none", expansion=4.0)
-    with pytest.raises(ConfigError, match="36 cells and 6 digits, and this dataset has 4"):
-        TinyRecursiveModel(config, SHAPE)
+@pytest.mark.parametrize("changes", [{"seq_len": 6}, {"seq_len": 36}])
+def test_candidates_are_for_sudoku_only(changes):
+    config = model_config(**VARIANTS["candidates"])
+    with pytest.raises(ConfigError, match="is for Sudoku"):
+        TinyRecursiveModel(config, replace(SHAPE, **changes))
 
 
 def test_a_neighbourhood_needs_a_square_grid():

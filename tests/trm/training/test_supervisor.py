@@ -143,7 +143,7 @@ def test_a_plan_is_measured_explained_and_remembered(tmp_path, dataset, monkeypa
     monkeypatch.setenv("TRM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("trm.training.measuring.BUSY_PERCENT", 101)
     display = Recorder()
-    config = run_config(dataset, plan={})
+    config = run_config(dataset, plan={"memory_limit_mb": 4000})
     job = prepare(config, tmp_path / "run", display)
     assert job.plan.predicted_peak_bytes < job.plan.budget_bytes
     assert {"micro_batch_size", "threads", "memory", "precision"} <= set(job.plan.reasons)

@@ -23,6 +23,7 @@ from macbook_optimization.errors import ConfigError
 from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads, widened
 from trm.config import ModelConfig
 from trm.tasks.base import TaskShape
+from trm.tasks.sudoku_puzzles import box_shape
 
 # Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the asked one.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
@@ -146,9 +147,9 @@ class Houses(SwiGLU):
     is right. Nothing depends on where a house lies or which digit it is about.
     """
 
-    def __init__(self, box: tuple[int, int], config: ModelConfig, generator: torch.Generator | None) -> None:
+    def __init__(self, size: int, config: ModelConfig, generator: torch.Generator | None) -> None:
         super().__init__(config.hidden_size, config, generator)
-        self.box = box
+        self.box = box_shape(size)
         inner = config.inner_width(config.hidden_size)
         self.units = inner // 5 // 8 * 8 or inner // 5  # for each kind of house, aligned
 
@@ -182,7 +183,7 @@ class Layer(nn.Module):
             self.self_attn = Attention(config, generator)
         self.mlp: SwiGLU
         if config.candidates:  # mixes both at once
-            self.mlp = Houses(config.candidates, config, generator)
+            self.mlp = Houses(round(num_positions ** (1 / 3)), config, generator)
         else:
             self.mlp = SwiGLU(config.hidden_size, config, generator)
 
@@ -249,12 +250,11 @@ class HaltHead(nn.Module):
 def positions(config: ModelConfig, shape: TaskShape) -> int:
     """Of the latents: the prefix and the cells, or every digit of every cell."""
     if config.candidates:
-        digits = math.prod(config.candidates)
+        digits = math.isqrt(shape.seq_len)
         if shape.seq_len != digits**2 or min(shape.vocab_size, shape.output_vocab_size) < digits:
-            rows, columns = config.candidates
             raise ConfigError(
-                f"model.candidates is for Sudoku; with boxes of {rows}x{columns} it has {digits**2} cells "
-                f"and {digits} digits, and this dataset has {shape.seq_len} cells"
+                "model.candidates is for Sudoku, which has as many digits as cells in a row; this dataset "
+                f"has {shape.seq_len} cells and {shape.output_vocab_size} possible answers for each"
             )
         return shape.seq_len * digits
     count = config.prefix_len + shape.seq_len
@@ -263,10 +263,11 @@ def positions(config: ModelConfig, shape: TaskShape) -> int:
     return count
 
 
-def candidate_marks(tokens_LB: Tensor, vocab_size: int, digits: int) -> Tensor:
+def candidate_marks(tokens_LB: Tensor, vocab_size: int) -> Tensor:
     """(L x digits, B) for every digit of every cell: 0 open, 1 given, 2 another one is given.
 
     Digits are the last tokens of a vocabulary."""
+    digits = math.isqrt(len(tokens_LB))
     digit_1D1 = torch.arange(vocab_size - digits, vocab_size, device=tokens_LB.device)[None, :, None]
     token_L1B = tokens_LB[:, None]
     marks = torch.where(token_L1B == digit_1D1, 1, 2) * (token_L1B >= vocab_size - digits)
@@ -315,7 +316,7 @@ class TinyRecursiveModel(nn.Module):
         """The question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
         tokens_LB = inputs_BL.T
         if self.config.candidates:
-            tokens_LB = candidate_marks(tokens_LB, self.shape.vocab_size, math.prod(self.config.candidates))
+            tokens_LB = candidate_marks(tokens_LB, self.shape.vocab_size)
         x_LBD = F.embedding(tokens_LB, self.embed_tokens.embedding_weight.to(self.dtype))
         if puzzle_rows is not None:
             prefix_len, hidden_size = self.config.prefix_len, self.config.hidden_size
