@@ -65,7 +65,7 @@ def test_the_commands_of_the_recipe_page_work(tmp_path):
     lines = [TASK.decode(grid.reshape(-1).astype(int) + 1) for grid in questions]
     (tmp_path / "puzzles.txt").write_text("\n".join(lines))
     found = commands_in(ROOT / "docs" / "recipes.md")
-    assert len(found) == 5
+    assert len(found) == 6
     for command in found:
         run(command, tmp_path)
 
