@@ -3,7 +3,8 @@
 DIR is a checkout of SamsungSAILMontreal/TinyRecursiveModels (its model needs the package einops). Its
 evaluation loop and ours answer the same puzzles with the same weights, taking turns; how many agree is told.
 Then one puzzle at a time on one core, at the size of the paper. With a trained RUN also what early halting
-saves: its own test puzzles at full depth, until settled, and until the halting head believes the answer.
+saves: its own test puzzles at full depth, until settled, and until the halting head believes the answer, in
+batches and, the first of them, one at a time on one core.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from trm.inference import load_answerer, open_model, open_test_set
 from trm.training.benchmark import random_batch
 from trm.training.evaluation import evaluate
 
+ONE_AT_A_TIME = 50
 Answer = Callable[[int], NDArray[np.int64]]  # after so many supervision steps
 
 
@@ -140,6 +142,17 @@ def halting(run: Path, repeats: int) -> None:
             f"  {name:32} {result.exact_accuracy:.1%}, {result.mean_steps:.1f} steps, "
             f"{spread(found[name], 1, 'puzzles/s')}\n"
         )
+    load_backend().prepare(threads=1, deterministic=False)
+    for name, way in ways.items():
+        times = []
+        for example in range(ONE_AT_A_TIME):
+            inputs, _ = split.rows(np.array([example]))
+            started = time.perf_counter()
+            answerer.answer(
+                inputs, split.identifiers(np.array([example])), depth=depth, settle=way.settle, halt=way.halt
+            )
+            times.append(time.perf_counter() - started)
+        sys.stdout.write(f"  one at a time, one core, {name}: {spread(times, 1e3, 'ms')}\n")
 
 
 def main() -> None:
