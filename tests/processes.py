@@ -6,10 +6,10 @@ import time
 from contextlib import suppress
 
 import psutil
-from tiny import TRM
+from tiny import MIXER, TRM
 
 RECIPE = (
-    "data.build={size: 6, blanks: 22, train: 500, test: 16}", "data.path=set", "plan.threads=2",
+    *MIXER, "data.build={size: 6, blanks: 22, train: 500, test: 16}", "data.path=set", "plan.threads=2",
     "plan.micro_batch_size=8", "training.deterministic=true", "training.depths={0: 2}",
     "evaluation.every_steps=200", "evaluation.depth=2", "evaluation.target_accuracy=null",
     "training.max_steps=100000", "checkpoints.every_steps=10",

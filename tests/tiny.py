@@ -11,10 +11,10 @@ from trm.runs import Plan
 from trm.tasks.base import TaskShape
 
 TRM = Path(sys.executable).with_name("trm")
+MIXER = ("model.candidates=false", "model.mlp_t=true", "model.H_layers=2")  # the public code knows it, too
 TINY = (
-    "model.candidates=false", "model.mlp_t=true", "model.H_layers=2",  # which the public code knows, too
-    "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20", "evaluation.depth=3",
-    "evaluation.target_accuracy=null", "plan.threads=1",
+    *MIXER, "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20",
+    "evaluation.depth=3", "evaluation.target_accuracy=null", "plan.threads=1",
 )  # fmt: skip
 FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
 
