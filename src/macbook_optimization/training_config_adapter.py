@@ -91,7 +91,7 @@ class TrainingParams:
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     memory: MemoryModel | None = None  # the measured line
-    samples_per_second: float | None = None  # as the probe measured it
+    samples_per_second: float | None = None  # as measured
     reasons: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     settling: bool = False  # only to begin with: the first steps will tell what is better

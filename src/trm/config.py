@@ -257,6 +257,12 @@ class RunConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     plan: PlanSettings = PlanSettings()
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.model.candidates and self.task in TASKS and self.task != "sudoku":
+            raise ValueError("model.candidates is for Sudoku")
+        return self
+
     def what_is_learned(self) -> dict[str, Any]:
         """The part that a resumed run must share. Data are compared by content, not by path."""
         learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})

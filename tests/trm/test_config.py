@@ -185,8 +185,7 @@ MEANT = {
         "plan.low_battery_percent", "plan.cooling_delay_seconds",
     },
     "null": {
-        "training.max_grad_norm", "evaluation.settle", "evaluation.examples",
-        "evaluation.target_accuracy",
+        "training.max_grad_norm", "evaluation.settle", "evaluation.examples", "evaluation.target_accuracy",
         "checkpoints.every_steps", "checkpoints.keep_every_hours", "plan.thermal_throttle_threshold",
         "plan.micro_batch_size", "plan.threads", "plan.lanes", "plan.memory_limit_mb",
         "plan.garbage_collection_frequency", "data.build.blanks", "data.build.train",

@@ -102,6 +102,7 @@ def train(
     data: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Outcome:
     """`data` are the digests of the halves of the dataset, from who has just read and checked it."""
+    hardware = HardwareDetector().detect(with_torch=False)  # before anything takes memory
     task = load_task(config.task)
     splits = open_splits(config, task, data_manager(config), data)
     run, backend = open_run(path, config), load_backend()
@@ -120,10 +121,9 @@ def train(
             raise AllocationFailed(torn=False)
     state = TrainingState(config, plan, task, splits[0], make_learner)
     trainer = Trainer(config, state, splits[1], run, display, set_threads)
-    if plan.settling:
-        hardware = HardwareDetector().detect(with_torch=False)
-        trainer.settle_with(Planner(config, splits[0].shape, hardware, display))
     trainer.resume()
+    if plan.settling:
+        trainer.settle_with(Planner(config, splits[0].shape, hardware, display).corrected()[0])
     begin(run, config)
     write_plan(trainer.journal, plan)
     trainer.journal.write("hardware.json", json.dumps(describe_machine(), indent=2))
@@ -192,7 +192,7 @@ class Trainer:
         self.seconds_before = 0.0  # spent training in earlier starts
         self.started = time.monotonic()
         self.evaluated = 0  # the last step whose weights were evaluated
-        self.set_threads = set_threads
+        self.set_threads, self.lanes = set_threads, state.plan.lanes
         self.settling: Settling | None = None
 
     @property
@@ -204,16 +204,19 @@ class Trainer:
             self._compute_by(*way)
             self.watch.follow(replace(self.state.plan, micro_batch_size=size))
 
-        self.settling = Settling(planner, self.state.plan, apply)
+        # The peak of a process that has read a checkpoint says less about its steps.
+        self.settling = Settling(planner, self.state.plan, apply, keep=not self.state.step)
+        self.settling.begin()
 
     def _compute_by(self, threads: int, lanes: int) -> None:
         self.set_threads(threads)
+        self.lanes = lanes
         self.state.learner.set_lanes(lanes)
 
-    def _settle(self, seconds: float, micro_batch_size: int) -> None:
+    def _settle(self, seconds: float) -> None:
         if self.settling is None:
             return
-        plan = self.settling.after_step(self.state.step, seconds, micro_batch_size)
+        plan = self.settling.after_step(self.state.step, seconds, self.watch.memory)
         if plan is None:
             return
         self.settling, self.state.plan = None, plan
@@ -266,9 +269,10 @@ class Trainer:
                 log.add(self.state.step, result, rate, took, self.seconds, size)
                 self._show(log)
                 self.watch.collect_garbage(self.state.step)
-                self._settle(took, size)
+                self._settle(took)
                 self.compiling.go_on(self.state.learner, self.state.step, limits.max_seconds)
-                self.threads.look(self.state.step, self.compiling.in_use)
+                if self.settling is None:
+                    self.threads.look(self.state.step, self.compiling.in_use)
         except Interrupted:
             reason = "interrupted"
             try:
@@ -364,6 +368,7 @@ class Trainer:
         self._recover()
         sound = (each for each in self.checkpoints.good_ones() if not each.metadata.get("skipped_in_a_row"))
         state.go_back(checkpoint := next(sound, None))
+        state.learner.set_lanes(self.lanes)  # it may be a new one
         self.checkpoints.abandon_after(state.step)
         self.saver.step = None if checkpoint is None else checkpoint.step
         self.evaluated = min(self.evaluated, state.step)

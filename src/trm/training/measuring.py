@@ -1,4 +1,4 @@
-"""What a step takes on this machine: measured by a child, and kept for the next start."""
+"""What a step takes on this machine: measured by a child or in first steps, and kept for the next start."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from macbook_optimization.cpu_optimization import BFLOAT16_GAIN, choose_precision
 from macbook_optimization.hardware_detection import HardwareSpecs
@@ -47,21 +48,19 @@ class Planner:
 
     def choose(self) -> Plan | None:
         """None if the recipe does not fit into the budget, however it is carried out."""
-        config, warnings = self._correct()
-        planner = replace(self, config=config)
+        planner, warnings = self.corrected()
         plan = planner._by_hand() or planner._by_measurement()
         return replace(plan, warnings=warnings) if plan is not None else None
 
     def at_once(self) -> Plan | None:
         """A plan to begin with where nothing is known, and the first steps of the run can tell what is best;
         the one that those of an earlier run told; None where that is for a probe."""
-        config, warnings = self._correct()
-        planner = replace(self, config=config)
+        planner, warnings = self.corrected()
         if not planner._may_settle() or planner._question().file.exists():
             return None
         measured = read_measurement(planner._question().first_steps)
         plan = planner._to_begin_with() if measured is None else planner.settled(measured, keep=False)
-        return replace(plan, warnings=warnings)
+        return replace(plan, warnings=warnings) if plan is not None else None
 
     def _may_settle(self) -> bool:
         """Where the user leaves it to us, memory has no limit to keep to, and a step does not take longer
@@ -94,14 +93,17 @@ class Planner:
             settling=True,
         )
 
-    def settled(self, measured: Measured, *, keep: bool) -> Plan:
-        """From what the first steps of a run told; one example at a time has already been trained with."""
+    def settled(self, measured: Measured, *, keep: bool) -> Plan | None:
+        """From what the first steps of a run told; None if they fit no longer, so that less has to do."""
         if keep:
             keep_measurement(self._question().first_steps, measured.to_json())
+        if self._most(measured) < 1:
+            return None
         plan = self._plan(measured, "float32", "none", "system")
-        return replace(plan, reasons={**plan.reasons, "precision": AS_THE_RECIPE_SAYS})
+        memory = f"evaluations aside; {plan.reasons['memory']}"
+        return replace(plan, reasons={**plan.reasons, "precision": AS_THE_RECIPE_SAYS, "memory": memory})
 
-    def _correct(self) -> tuple[RunConfig, tuple[str, ...]]:
+    def corrected(self) -> tuple[Self, tuple[str, ...]]:
         """Plan-level settings that cannot work here give way, with a warning."""
         settings = self.config.plan
         result = TrainingConfigAdapter(self.hardware).validate_configuration(settings.model_dump())
@@ -114,7 +116,8 @@ class Planner:
             corrections["allocator"] = "system"
             warnings.append("allocator is system: compact needs the GNU C library")
         corrected = PlanSettings.model_validate({**settings.model_dump(), **corrections})
-        return self.config.model_copy(update={"plan": corrected}), tuple(f"plan.{text}" for text in warnings)
+        config = self.config.model_copy(update={"plan": corrected})
+        return replace(self, config=config), tuple(f"plan.{text}" for text in warnings)
 
     @property
     def budget(self) -> Budget:
@@ -196,7 +199,7 @@ class Planner:
         wanted, why = settings.micro_batch_size, "set by hand"
         if wanted is None:
             wanted, why = _fast_enough(measured.by_size, self.config.training.effective_batch_size)
-        most = max(1, self._most(measured))
+        most = self._most(measured)
         if most < wanted:
             why = f"more do not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
         batches = plan_batches(

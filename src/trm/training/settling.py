@@ -7,17 +7,19 @@ the memory of the smaller ones promises that they fit.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 import psutil
 
-from macbook_optimization.memory_management import MARGIN, peak_address_space, peak_bytes
+from macbook_optimization.errors import AllocationFailed
+from macbook_optimization.memory_management import MARGIN, MemoryManager, peak_address_space, peak_bytes
 from trm.runs import Plan
 from trm.training.measuring import BUSY_PERCENT, Measured
 from trm.training.planning import LARGE_ENOUGH, Planner
-from trm.training.probe import FIRST_SIZE, NEARLY_AS_FAST, Size, Way, memory_line, typical_cycles
+from trm.training.probe import NEARLY_AS_FAST, Size, Way, memory_line, typical_cycles
 from trm.training.schedule import cycles_of_step
 
 SECONDS_FOR_A_TRIAL = 0.25
@@ -51,7 +53,7 @@ def _next_size(sizes: Sequence[Size], num_slots: int, budget_bytes: int) -> int:
     last = sizes[-1]
     if last.samples_per_second < CLEARLY_SLOWER * max(each.samples_per_second for each in sizes):
         return last.micro_batch_size
-    size = min(max(FIRST_SIZE, 2 * last.micro_batch_size), LARGE_ENOUGH, num_slots)
+    size = min(2 * last.micro_batch_size, LARGE_ENOUGH, num_slots)
     if len(sizes) == 1:  # all of it grows with the size, at the worst
         promised = last.peak_bytes * size // last.micro_batch_size
     else:
@@ -60,40 +62,57 @@ def _next_size(sizes: Sequence[Size], num_slots: int, budget_bytes: int) -> int:
 
 
 class Settling:
-    """Asked before and after each step, until it has a plan; `apply` carries out a size and a way."""
+    """Asked after each step, until it has a plan; `apply` carries out a size and a way."""
 
-    def __init__(self, planner: Planner, begun: Plan, apply: Callable[[int, Way], None]) -> None:
+    def __init__(
+        self, planner: Planner, begun: Plan, apply: Callable[[int, Way], None], *, keep: bool
+    ) -> None:
         self.config = config = planner.config
-        self.planner, self.begun, self.apply = planner, begun, apply
+        self.planner, self.begun, self.apply, self.keep = planner, begun, apply, keep
         slots, budget = config.training.effective_batch_size, planner.budget.resident_bytes
         self.trials = trials(planner.ways(), slots, budget)
-        self.trial = next(self.trials)
-        self.apply(*self.trial)
-        self.rates: list[float] = []
-        self.began = time.monotonic()
         self.process = psutil.Process()
+
+    def begin(self) -> None:
         self.others_percent()
+        self._try(next(self.trials))
+
+    def _try(self, trial: tuple[int, Way]) -> None:
+        self.trial, self.rates, self.began = trial, list[float](), time.monotonic()
+        self.apply(*trial)
 
     def others_percent(self) -> float:
         """Of all cores, that other programs took since the call before."""
         return psutil.cpu_percent() - self.process.cpu_percent() / (psutil.cpu_count() or 1)
 
-    def after_step(self, step: int, seconds: float, micro_batch_size: int) -> Plan | None:
-        """The plan, once there is one. A size for which there was no room ends the trials."""
-        if micro_batch_size != self.trial[0]:
-            slots, why = self.config.training.effective_batch_size, "there was no room for more"
-            return replace(self.begun.cut_to(micro_batch_size, slots, why), settling=False)
+    def after_step(self, step: int, seconds: float, memory: MemoryManager) -> Plan | None:
+        """The plan, once there is one. A size that could not be had ends the trials; while other programs
+        leave no room for it, nothing is measured."""
+        size, slots = self.trial[0], self.config.training.effective_batch_size
+        if memory.largest != size:
+            smaller = self.begun.cut_to(memory.batch_size, slots, "there was no room for more")
+            return replace(smaller, settling=False)
+        if memory.batch_size != size:
+            self.rates, self.began = [], time.monotonic()
+            return None
         self.rates.append(self._samples_per_second(step, seconds))
         if time.monotonic() - self.began < SECONDS_FOR_A_TRIAL:
             return None
-        took = Size(self.trial[0], peak_bytes(), peak_address_space(), max(self.rates))
         try:
-            self.trial = self.trials.send(took)
+            self._try(self.trials.send(Size(size, peak_bytes(), peak_address_space(), max(self.rates))))
         except StopIteration as end:
-            return self.planner.settled(end.value, keep=self.others_percent() <= BUSY_PERCENT)
-        self.apply(*self.trial)
-        self.rates, self.began = [], time.monotonic()
+            return self._settled(end.value)
         return None
+
+    def _settled(self, measured: Measured) -> Plan:
+        """What was measured beside other programs, or ended where memory did, is not worth keeping."""
+        slots = self.config.training.effective_batch_size
+        whole = _next_size(measured.sizes, slots, sys.maxsize) == measured.sizes[-1].micro_batch_size
+        quiet = self.others_percent() <= BUSY_PERCENT
+        plan = self.planner.settled(measured, keep=self.keep and whole and quiet)
+        if plan is None:
+            raise AllocationFailed(torn=False)
+        return plan
 
     def _samples_per_second(self, step: int, seconds: float) -> float:
         """Of a step with the usual number of recursions, whatever this one had."""

@@ -64,7 +64,7 @@ def prepare(
     planner = Planner(config, train_split.shape, hardware, display)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
-    plan = _plan_so_far(run, planner) or planner.at_once() or planner.choose()
+    plan = _plan_so_far(run, planner) or (None if fit else planner.at_once()) or planner.choose()
     if plan is None:
         raise too_large(planner)
     for warning in plan.warnings:
@@ -80,7 +80,7 @@ def prepare(
 def _plan_so_far(run: Run, planner: Planner) -> Plan | None:
     """Deterministic training goes on with the plan that it has: another cut or thread rounds otherwise."""
     config, plan = planner.config, run.plan
-    if not config.training.deterministic or plan is None:
+    if not config.training.deterministic or plan is None or plan.settling:
         return None
     by_hand = {name: getattr(config.plan, name) for name in PLAN_FACTS}
     kept = all(value in (None, getattr(plan, name)) for name, value in by_hand.items())
@@ -134,7 +134,7 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
     plan, deaths, kept, step = job.plan, 0, 0, job.run.checkpoints().newest_step()
     started = time.monotonic()
     while True:
-        kills_before = oom_kills()
+        kills_before, plan_before = oom_kills(), job.run.plan
         try:
             facts = run_in_child(
                 "trm.training.loop:train_in_child",
@@ -158,8 +158,8 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
         except ChildDied as death:
             if death.signal == signal.SIGBUS:  # what a file does that was cut short under a map
                 open_splits(job.config, load_task(job.config.task))
-            if plan.settling:
-                plan = job.run.plan or plan  # which the first steps have told by now, perhaps
+            if plan.settling and (told := job.run.plan) not in (None, plan_before):
+                plan = told  # by the first steps
             reached = job.run.checkpoints().newest_step()
             if reached != step:
                 deaths, kept, step = 0, 0, reached

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from hypothesis import strategies as st
 from processes import trainer_of
 from tiny import FOUR, TINY, TRM, Recorder, plan_of, run_config, sudoku_dataset
 
-from macbook_optimization.hardware_detection import HardwareDetector
-from macbook_optimization.memory_management import MARGIN, MIB
+from macbook_optimization.hardware_detection import GIB, HardwareDetector
+from macbook_optimization.memory_management import MARGIN, MIB, MemoryManager, peak_bytes
 from trm.runs import Run
 from trm.tasks.base import open_split
 from trm.training.loop import Limits, train
+from trm.training.measuring import Measured
 from trm.training.planning import LARGE_ENOUGH, Planner
 from trm.training.probe import TRAINERS_OWN_BYTES, Size
-from trm.training.settling import trials
+from trm.training.settling import Settling, trials
 from trm.training.supervisor import prepare
 from trm.training.watching import MetricsLog
 
@@ -139,6 +141,7 @@ def test_a_step_that_finds_no_room_while_sizes_are_tried_settles_for_less(tmp_pa
     monkeypatch.setenv("TRM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(step.TinyRecursiveModel, "forward", starved)
     monkeypatch.setattr("trm.training.settling.SECONDS_FOR_A_TRIAL", 0.0)
+    monkeypatch.setattr("trm.training.settling.CLEARLY_SLOWER", 0.0)  # noise is not to end it
     config = run_config(dataset, plan={"threads": 1})
     train(config, tmp_path / "run", planner_of(config, Recorder()).at_once(), Limits(), Recorder())
     plan = Run(tmp_path / "run").plan
@@ -167,3 +170,64 @@ def test_a_trainer_that_is_killed_in_its_first_steps_goes_on_with_a_measured_pla
     assert "was killed by SIGKILL. Going on" in errors
     assert "Measuring what a step takes" in errors
     assert not Run(tmp_path / "run").plan.settling
+
+
+def with_available(planner, available_bytes):
+    memory = replace(planner.hardware.memory, available_memory=available_bytes)
+    return replace(planner, hardware=replace(planner.hardware, memory=memory))
+
+
+def test_first_steps_that_fit_no_longer_leave_it_to_a_probe(dataset):
+    planner = planner_of(run_config(dataset, plan={}), Recorder())
+    one = Measured((Size(1, 300 * MIB, None, 10.0),), {1: 10.0}, {})
+    assert with_available(planner, 500 * MIB).settled(one, keep=False).micro_batch_size == 1
+    assert with_available(planner, 300 * MIB).settled(one, keep=False) is None
+
+
+@pytest.mark.parametrize(("room", "kept"), [(400 * GIB, True), (0, False)])
+def test_sizes_that_ended_where_memory_did_are_not_remembered(tmp_path, dataset, monkeypatch, room, kept):
+    monkeypatch.setenv("TRM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("trm.training.settling.SECONDS_FOR_A_TRIAL", 0.0)
+    monkeypatch.setattr("trm.training.settling.BUSY_PERCENT", 101)
+    enough_for_one = int(1.5 * peak_bytes()) + room
+    planner = with_available(planner_of(run_config(dataset, plan={"threads": 1}), Recorder()), enough_for_one)
+    memory = MemoryManager()
+
+    def apply(size, way):
+        memory.batch_size = memory.largest = size
+
+    settling = Settling(planner, planner.at_once(), apply, keep=True)
+    settling.begin()
+    for step in range(1, 100):
+        if (plan := settling.after_step(step, 0.1, memory)) is not None:
+            break
+    assert not plan.settling
+    assert planner._question().first_steps.exists() == kept
+
+
+def test_while_other_programs_leave_no_room_nothing_is_measured(dataset, monkeypatch):
+    monkeypatch.setattr("trm.training.settling.SECONDS_FOR_A_TRIAL", 0.0)
+    planner, memory = planner_of(run_config(dataset, plan={}), Recorder()), MemoryManager(4, 4)
+    settling = Settling(planner, planner.at_once(), lambda size, way: None, keep=False)
+    settling.begin()
+    settling.trial = (4, (1, 1))
+    memory.batch_size = 2  # which it grows back from
+    assert settling.after_step(1, 0.1, memory) is None
+    assert settling.rates == []
+    memory.after_failed_allocation()  # which it does not
+    assert settling.after_step(2, 0.1, memory).micro_batch_size == 1
+
+
+def test_trials_keep_to_the_threads_that_there_are(dataset):
+    planner, warnings = planner_of(run_config(dataset, plan={"threads": 640}), Recorder()).corrected()
+    assert max(planner.ways())[0] < 640
+    assert len(warnings) == 1
+
+
+def test_deterministic_training_does_not_go_on_with_a_plan_to_begin_with(tmp_path, dataset):
+    config = run_config(dataset, plan={})
+    begun = planner_of(config, Recorder()).at_once() or replace(plan_of(config), settling=True)
+    train(config, tmp_path / "run", begun, Limits(max_step=1), Recorder())
+    assert Run(tmp_path / "run").plan.settling
+    exact = run_config(dataset, plan={"threads": 1, "micro_batch_size": 2}, training__deterministic=True)
+    assert not prepare(exact, tmp_path / "run", Recorder()).plan.settling
