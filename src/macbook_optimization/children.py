@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -56,7 +57,10 @@ class ChildDied(Exception):  # noqa: N818 - what happened, for whoever started i
         if self.timed_out:
             return False
         if self.traceback_shown:
-            return any(words in self.last_words for words in _NO_MEMORY)
+            # Under a limit, a module whose import got no memory half-way lacks names later.
+            limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+            half_loaded = limited and "ImportError" in self.last_words
+            return half_loaded or any(words in self.last_words for words in _NO_MEMORY)
         return self.signal not in (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

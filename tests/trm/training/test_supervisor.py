@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import trainer_of, wait_for
 from safetensors.torch import load_file
-from tiny import FOUR, TINY, TRM, Recorder, plan_of, run, run_config, sudoku_dataset
+from tiny import FOUR, MIXER, TINY, TRM, Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.children import ChildDied
 from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
@@ -369,14 +369,16 @@ def test_under_a_limit_a_run_finishes_or_says_what_it_needs(tmp_path, more_mb):
     base = int(subprocess.check_output([sys.executable, "-c", BASE]))
     limit = base + more_mb * 2**20
     command = [
-        TRM, "train", "sudoku-6x6", *FOUR, "model.hidden_size=640", "training.supervision=deep",
-        "training.effective_batch_size=4", "training.max_steps=2", "evaluation.target_accuracy=null",
+        TRM, "train", "sudoku-6x6", *FOUR, *MIXER, "model.hidden_size=640",
+        "training.supervision=deep", "training.effective_batch_size=4", "training.max_steps=2",
+        "evaluation.target_accuracy=null",
     ]  # fmt: skip
 
     def limited():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    free = subprocess.run([*command, "--run", "free"], cwd=tmp_path, capture_output=True, text=True)
+    measured = [*command, "plan.memory_limit_mb=8000"]  # by a probe that has room, for both
+    free = subprocess.run([*measured, "--run", "free"], cwd=tmp_path, capture_output=True, text=True)
     assert free.returncode == 0, free.stderr
     done = subprocess.run(
         [*command, "--run", "limited"], cwd=tmp_path, capture_output=True, text=True, preexec_fn=limited
