@@ -1,6 +1,7 @@
 """Children: answers, errors and deaths come back; nothing of them outlives the parent."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -124,3 +125,10 @@ def test_an_interrupted_parent_takes_a_silent_child_with_it():
     parent.communicate(timeout=20)
     psutil.wait_procs([child], timeout=5)
     assert not child.is_running()
+
+
+@pytest.mark.parametrize(("limit", "memory"), [(resource.RLIM_INFINITY, False), (2**32, True)])
+def test_a_name_that_an_import_lacks_is_a_bug_unless_memory_is_limited(monkeypatch, limit, memory):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert ChildDied(1, True, "ImportError(\"cannot import name 'x' from 'y'\")").of_memory is memory
+    assert not ChildDied(1, True, "KeyError('x')").of_memory

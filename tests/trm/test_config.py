@@ -232,3 +232,8 @@ def test_a_number_that_makes_no_sense_is_refused_in_one_line_that_names_it(key, 
         read()
     assert key.split(".")[-1] in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_candidates_are_refused_for_other_tasks():
+    with pytest.raises(ConfigError, match="is for Sudoku"):
+        load_config("maze-10x10", ["model.neighbourhood=null", "model.candidates=true"])
