@@ -181,8 +181,9 @@ class EvaluationConfig(Section):
     depth: Count = 16  # supervision steps at test time (single recursions under terminal supervision)
     settle: Count | None = None  # stop a puzzle whose answer has not changed for this many steps
     halt: bool = False  # stop a puzzle whose answer the halting head believes in
-    tries: Count = 1  # times each puzzle is thought about; the halting head chooses
+    tries: Count = 1  # times a puzzle is thought about, until the halting head believes in an answer
     noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts of all tries but one
+    guesses: CountOrZero = 0  # in all tries but one, beliefs that are taken for given
     examples: Count | None = None  # only the first so many test examples
     target_accuracy: Fraction | None = None  # training is done when exact accuracy reaches this
 

@@ -78,7 +78,7 @@ def predict(
     thinking: Mapping[str, Any] | None = None,
 ) -> Prediction:
     """Until the answer has stood still for a few steps, or for exactly `depth` steps; `thinking` may ask for
-    `halt`, `tries` and `noise`."""
+    `halt`, `tries`, `noise` and `guesses`."""
     answers = answerer.answer(
         question.tokens[None],
         np.array([question.identifier]),

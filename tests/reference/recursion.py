@@ -148,7 +148,8 @@ def supervise(tokens, identifier, latents, weights, config, cycles, frozen=None)
     latents = cycle(question(tokens, identifier, weights, config), latents, weights, config)
     y = latents[0]
     if config.candidates:
-        halt = weights["q_head.weight"] @ y.mean(0) + weights["q_head.bias"]
+        each = np.sqrt(config.hidden_size) * y @ weights["q_head.weight"].T + weights["q_head.bias"]
+        halt = -np.log(np.mean(np.exp(-each), axis=0))
         scores = (y @ weights["lm_head.weight"][0]).reshape(len(tokens), -1)
         others = np.full((len(tokens), 4 - scores.shape[1]), -20.0)  # of four answers, digits are the last
         return latents, np.concatenate([others, scores], axis=1), halt

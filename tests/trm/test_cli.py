@@ -95,7 +95,8 @@ def test_eval_reports_accuracy_by_depth(workspace):
     assert facts["examples"] == 12
     assert len(facts["accuracy_by_depth"]) == 5
     assert facts["mean_steps"] <= 5
-    assert "exact by depth:" in ok("eval", "run", cwd=workspace)
+    thinking = "--depth", 6, "--settle", 2, "--tries", 3, "--noise", 1, "--guesses", 2
+    assert "exact by depth:" in ok("eval", "run", *thinking, cwd=workspace)
 
 
 PUZZLE = "1.....3..4.....2"

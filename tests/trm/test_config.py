@@ -179,7 +179,7 @@ MEANT = {
         "training.lr_min_ratio", "training.warmup_steps", "training.beta1", "training.beta2",
         "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
-        "evaluation.noise", "training.noise",
+        "evaluation.noise", "evaluation.guesses", "training.noise",
         "data.loading.streaming_threshold_mb", "data.loading.cache_threshold_mb",
         "training.curriculum.threshold",
         "plan.low_battery_percent", "plan.cooling_delay_seconds",

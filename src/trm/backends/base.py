@@ -68,14 +68,13 @@ class Answers:
     halt_logits: NDArray[np.float32]  # (depth, B)
     steps: NDArray[np.int64]  # (B,) steps really computed
 
-    def or_rather(self, other: Answers) -> Answers:
-        """For each puzzle the one that the halting head believes in more."""
-        rather = other.halt_logits[-1] > self.halt_logits[-1]
-        return Answers(
-            np.where(rather[:, None], other.tokens, self.tokens),
-            np.where(rather, other.halt_logits, self.halt_logits),
-            np.where(rather, other.steps, self.steps),
-        )
+    def reconsider(self, puzzles: NDArray[np.int64], others: Answers) -> None:
+        """Takes the other answer to each of these puzzles if the halting head believes in it more."""
+        rather = others.halt_logits[-1] > self.halt_logits[-1, puzzles]
+        changed = puzzles[rather]
+        self.tokens[:, changed] = others.tokens[:, rather]
+        self.halt_logits[:, changed] = others.halt_logits[:, rather]
+        self.steps[changed] = others.steps[rather]
 
 
 class Answerer(Protocol):
@@ -89,10 +88,13 @@ class Answerer(Protocol):
         halt: bool = False,
         tries: int = 1,
         noise: float = 0.0,
+        guesses: int = 0,
     ) -> Answers:
         """A puzzle leaves the batch, and keeps its answer, when that has stood for `settle` steps or, with
-        `halt`, when the halting head believes in it. Of several `tries`, which begin with latents that are
-        `noise` apart, the one counts that the halting head believes in most."""
+        `halt`, when the halting head believes in it. If the head does not, or the depth is used up, there
+        are more `tries`, and the one counts that it believes in most. They begin with latents that are
+        `noise` apart, and take one of their own beliefs for given up to `guesses` times, spread over the
+        depth; an answer that is found so must stand, and be believed in, when the guesses are taken back."""
         ...
 
 

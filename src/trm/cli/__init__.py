@@ -31,10 +31,17 @@ def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option("--halt", is_flag=True, default=None, help="Stop when the halting head believes in it."),
         click.option(
-            "--tries", type=click.IntRange(1, 1000), help="Think so often; the halting head chooses."
+            "--tries",
+            type=click.IntRange(1, 1000),
+            help="Most times to think, until the halting head believes in it.",
         ),
         click.option(
             "--noise", type=click.FloatRange(0, 100), help="In the first thoughts of all tries but one."
+        ),
+        click.option(
+            "--guesses",
+            type=click.IntRange(0, 1000),
+            help="Beliefs that all tries but one take for given, one after the other.",
         ),
     )
     return with_options(command, options)

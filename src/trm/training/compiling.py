@@ -37,8 +37,10 @@ def compiler_cache() -> dict[str, str]:
 
 
 def measure_gain(config: dict[str, Any], plan: dict[str, Any], tell: Tell) -> float:
-    """Times as fast as without, the median of interleaved steps. The body of the child."""
-    recipe, chosen = RunConfig.model_validate(config), Plan.from_json(plan)
+    """Times as fast as without, the median of interleaved steps. The body of the child.
+
+    Two recursions are enough to tell, one without and one with gradient: the level is the same in all."""
+    recipe, chosen = shallow(RunConfig.model_validate(config)), Plan.from_json(plan)
     size = chosen.micro_batch_size
     way = chosen.threads, chosen.lanes
     stepper = Stepper(recipe, chosen.precision, chosen.gradient_checkpointing, way)
@@ -53,6 +55,12 @@ def measure_gain(config: dict[str, Any], plan: dict[str, Any], tell: Tell) -> fl
         stepper.learner.compile(size)
         ratios.append(plain / stepper.some_slots(size, cuts=1))
     return statistics.median(ratios)
+
+
+def shallow(config: RunConfig) -> RunConfig:
+    model = config.model.model_copy(update={"H_cycles": 2, "L_cycles": 1})
+    training = config.training.model_copy(update={"depths": {0: 3}})  # 2 is typical then
+    return config.model_copy(update={"model": model, "training": training})
 
 
 class Compiling:

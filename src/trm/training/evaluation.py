@@ -57,7 +57,7 @@ def evaluate(
         identifiers = split.identifiers(examples)
         answers = answerer.answer(
             inputs, identifiers, depth=settings.depth, settle=settings.settle,
-            halt=settings.halt, tries=settings.tries, noise=settings.noise,
+            halt=settings.halt, tries=settings.tries, noise=settings.noise, guesses=settings.guesses,
         )  # fmt: skip
         labelled = labels != IGNORE_LABEL
         right = (answers.tokens == labels) & labelled

@@ -1,4 +1,4 @@
-"""One step, whatever the cut; and answers."""
+"""One step, whatever the cut."""
 
 import time
 from dataclasses import replace
@@ -202,32 +202,6 @@ def test_noise_is_for_slots_that_begin():
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("settle", [None, 1, 2])
-def test_an_answer_does_not_depend_on_the_other_puzzles(settle):
-    answerer = learner("terminal", mlp_t=True, pos_encodings="none").answerer()
-    batch = step_batch()
-    together = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=6, settle=settle)
-    for i in range(len(batch.inputs)):
-        alone = answerer.answer(batch.inputs[i : i + 1], batch.puzzle_identifiers[:1], depth=6, settle=settle)
-        np.testing.assert_array_equal(alone.tokens[:, 0], together.tokens[:, i])
-        assert alone.steps[0] == together.steps[i]
-
-
-def test_a_settled_answer_stood_still():
-    answerer = learner("terminal", mlp_t=True, pos_encodings="none").answerer()
-    batch = step_batch(num_slots=12)
-    answers = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=20, settle=2)
-    full = answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=20)
-    early = np.flatnonzero(answers.steps < 20)
-    assert len(early), "no answer settled, so this test shows nothing"
-    for i in early:
-        last = answers.steps[i] - 1
-        assert (answers.tokens[last - 2 : last + 1, i] == answers.tokens[last, i]).all()
-        assert (answers.tokens[last:, i] == answers.tokens[last, i]).all()
-        np.testing.assert_array_equal(answers.tokens[: last + 1, i], full.tokens[: last + 1, i])
-    assert (full.steps == 20).all()
-
-
 def test_training_learns_a_tiny_set():
     ours = TorchLearner(
         model_config(mlp_t=True, pos_encodings="none", hidden_size=16),
@@ -310,50 +284,6 @@ def test_what_a_lane_raises_reaches_the_caller_after_all_have_stopped():
     with pytest.raises(KeyError, match="this one"):
         Lanes(2).each(100, lambda taken: 2, compute, lambda result: None)
     assert not running
-
-
-def test_answers_do_not_depend_on_lanes():
-    ours, batch = learner(), step_batch()
-    one = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=4, settle=2)
-    ours.set_lanes(2)
-    two = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=4, settle=2)
-    np.testing.assert_array_equal(one.tokens, two.tokens)
-    np.testing.assert_array_equal(one.steps, two.steps)
-
-
-def test_a_puzzle_leaves_when_the_halting_head_believes_in_its_answer():
-    ours, batch = learner(), step_batch()
-    head = ours.averaged.q_head
-    with torch.no_grad():
-        head.weight.normal_(generator=torch.Generator().manual_seed(2))
-    full = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10)
-    with torch.no_grad():
-        head.bias.sub_(float(np.median(full.halt_logits)))
-    full = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10)
-    early = ours.answerer().answer(batch.inputs, batch.puzzle_identifiers, depth=10, halt=True)
-    believed = full.halt_logits >= 0
-    first = np.where(believed.any(0), believed.argmax(0) + 1, 10)
-    np.testing.assert_array_equal(early.steps, first)
-    assert len(set(first)) > 1
-    for i, steps in enumerate(first):
-        np.testing.assert_array_equal(early.tokens[-1, i], full.tokens[steps - 1, i])
-
-
-def test_of_several_tries_the_halting_head_chooses():
-    ours, batch = learner(), step_batch()
-    with torch.no_grad():
-        ours.averaged.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
-    answerer = ours.answerer()
-    answers = [
-        answerer.answer(batch.inputs, batch.puzzle_identifiers, depth=3, tries=tries, noise=1.0)
-        for tries in (1, 2, 8)
-    ]
-    believed = [each.halt_logits[-1] for each in answers]
-    assert (believed[0] <= believed[1]).all()
-    assert (believed[1] <= believed[2]).all()
-    assert (believed[0] < believed[2]).any()
-    alone = answerer.answer(batch.inputs[2:3], batch.puzzle_identifiers[2:3], depth=3, tries=8, noise=1.0)
-    np.testing.assert_array_equal(alone.tokens[:, 0], answers[2].tokens[:, 2])
 
 
 @pytest.mark.slow

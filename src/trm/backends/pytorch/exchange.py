@@ -16,7 +16,8 @@ from torch import Tensor
 
 from macbook_optimization.checkpoint_files import find_damage, open_checkpoint
 from macbook_optimization.errors import CheckpointError
-from trm.backends.pytorch.step import check_shapes, learner, load_weights
+from trm.backends.pytorch.model import check_shapes, load_weights
+from trm.backends.pytorch.step import learner
 from trm.backends.state_dict_files import StoredTensor, stored_tensors
 from trm.batches import Slots
 from trm.config import ModelConfig, RunConfig

@@ -7,14 +7,16 @@ passed through once without arithmetic, and what autograd would keep for the bac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.memory_management import MemoryModel
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.pytorch.model import TinyRecursiveModel
-from trm.backends.pytorch.step import RECOMPUTE_EVERY
+from trm.backends.pytorch.model import RECOMPUTE_EVERY, TinyRecursiveModel
 from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import TaskShape
 
@@ -80,3 +82,22 @@ def _kept_for_backward(network: TinyRecursiveModel) -> float:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+# torch has no exception of its own for this; oneDNN and C++ have words of theirs.
+_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "create a primitive")
+
+
+@contextmanager
+def allocations(*, torn: bool) -> Iterator[None]:
+    failed = False
+    try:
+        yield
+    except MemoryError:
+        failed = True
+    except RuntimeError as error:
+        failed = any(words in str(error) for words in _NO_MEMORY)
+        if not failed:
+            raise
+    if failed:  # raised out here, where no traceback keeps the tensors alive
+        raise AllocationFailed(torn=torn)

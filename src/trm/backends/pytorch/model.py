@@ -11,7 +11,7 @@ K latents (2, or 1 for the variants that carry only one).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 
 import torch
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from macbook_optimization.errors import ConfigError
+from macbook_optimization.errors import CheckpointError, ConfigError
+from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads, widened
 from trm.config import ModelConfig
 from trm.tasks.base import TaskShape
@@ -197,6 +198,9 @@ class Layer(nn.Module):
         return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
 
 
+RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
+
+
 class Level(nn.Module):
     """`recompute_every` n: of n layers, one keeps only its input for the backward pass, and is computed again
     there. 0 keeps everything. The gradient is the same to the last bit.
@@ -312,6 +316,11 @@ class TinyRecursiveModel(nn.Module):
         initial = self.initial_latents.to(self.dtype)[:, None, None, :]
         return initial.expand(num_latents, self.num_positions, batch_size, hidden_size)
 
+    def noise(self, luck: torch.Generator) -> Tensor:
+        """For the first latents of one example."""
+        like = self.start(1)
+        return torch.randn(like.shape, generator=luck).to(like.dtype)
+
     def embed(self, inputs_BL: Tensor, puzzle_rows: Tensor | None) -> Tensor:
         """The question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
         tokens_LB = inputs_BL.T
@@ -367,6 +376,27 @@ class TinyRecursiveModel(nn.Module):
         return logits
 
     def halt_logits(self, y_LBD: Tensor) -> Tensor:
-        """(B, 2) from the first position, which is the prefix's where there is one; from all candidates."""
-        first = y_LBD.mean(0) if self.config.candidates else y_LBD[0]
-        return widened(F.linear(first, self.q_head.weight.to(first.dtype), self.q_head.bias.to(first.dtype)))
+        """(B, 2) from the first position, which is the prefix's where there is one. An answer of candidates
+        is as good as its weakest: the odds of all are put together (and learned at the scale of x)."""
+        weight, bias = self.q_head.weight.to(y_LBD.dtype), self.q_head.bias.to(y_LBD.dtype)
+        if self.config.candidates:
+            each = widened(F.linear(math.sqrt(self.config.hidden_size) * y_LBD, weight, bias))
+            return math.log(len(each)) - torch.logsumexp(-each, 0)
+        return widened(F.linear(y_LBD[0], weight, bias))
+
+
+def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> None:
+    check_shapes(model.state_dict(), weights, "The weights do")
+    model.load_state_dict(weights)
+
+
+def check_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what_do: str) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    if expected != found:
+        wrong = sorted(
+            f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
+            for name in {*expected, *found}
+            if expected.get(name) != found.get(name)
+        )
+        raise CheckpointError(f"{what_do} not fit the model of the recipe: {'; '.join(wrong[:5])}")

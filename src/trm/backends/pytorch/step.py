@@ -1,4 +1,4 @@
-"""One training step, and answering: the recursion applied to slots.
+"""One training step: the recursion applied to slots.
 
 The sum of the slots' losses is divided once, by the number of all slots. That is why any cut of a step into
 micro-batches gives the same update. New latents and gradients are put aside until the update, so a step
@@ -8,28 +8,23 @@ that is interrupted has not happened.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from macbook_optimization.errors import (
-    AllocationFailed,
-    CheckpointError,
-    MemoryBudgetError,
-    NonFiniteError,
-)
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.base import Answers, StepBatch, StepResult, StepSettings
+from trm.backends.base import StepBatch, StepResult, StepSettings
+from trm.backends.pytorch.answering import TorchAnswerer
 from trm.backends.pytorch.compiling import compile_level
 from trm.backends.pytorch.lanes import Lanes
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
-from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.memory import allocations
+from trm.backends.pytorch.model import RECOMPUTE_EVERY, TinyRecursiveModel, check_shapes
 from trm.backends.pytorch.optim import Adam, average_into, sign_descent
 from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import TaskShape
@@ -44,27 +39,6 @@ def prepare(*, threads: int, deterministic: bool) -> None:
 def warm_up() -> None:
     """Starts the threads and loads the libraries that a first product starts and loads."""
     torch.randn(256, 256) @ torch.randn(256, 256)
-
-
-RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
-
-# torch has no exception of its own for this; oneDNN and C++ have words of theirs.
-_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "create a primitive")
-
-
-@contextmanager
-def allocations(*, torn: bool) -> Iterator[None]:
-    failed = False
-    try:
-        yield
-    except MemoryError:
-        failed = True
-    except RuntimeError as error:
-        failed = any(words in str(error) for words in _NO_MEMORY)
-        if not failed:
-            raise
-    if failed:  # raised out here, where no traceback keeps the tensors alive
-        raise AllocationFailed(torn=torn)
 
 
 class TorchLearner:
@@ -168,11 +142,7 @@ class TorchLearner:
         return grad_norm
 
     def answerer(self) -> TorchAnswerer:
-        return TorchAnswerer(
-            self.averaged if self.training.ema else self.model,
-            _cycles_at_test_time(self.training, self.model.config),
-            self.lanes,
-        )
+        return TorchAnswerer(self.averaged if self.training.ema else self.model, self.training, self.lanes)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         tensors = {"weights": self.model.state_dict(), "optimizer": self.optimizer.moments}
@@ -217,7 +187,8 @@ class _Cuttable:
     def cut(self, cut: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         latents = self.model.start(cut.stop - cut.start)
         if self.noise_seeds is not None:
-            each = [_normal(self.model, int(seed)) for seed in self.noise_seeds[cut]]
+            lucks = (torch.Generator().manual_seed(int(seed)) for seed in self.noise_seeds[cut])
+            each = [self.model.noise(luck) for luck in lucks]
             latents = latents + self.noise * torch.cat(each, dim=2)
         if self.latents is not None:
             latents = torch.where(self.fresh[cut][:, None], latents, self.latents[:, :, cut])
@@ -227,119 +198,6 @@ class _Cuttable:
     def keep(self, cut: slice, new_latents: Tensor) -> None:
         if self.new_latents is not None:
             self.new_latents[:, :, cut] = new_latents.detach()
-
-
-class TorchAnswerer:
-    def __init__(self, model: TinyRecursiveModel, cycles: int, lanes: Lanes) -> None:
-        self.model, self.cycles, self.lanes = model, cycles, lanes
-
-    def answer(
-        self,
-        inputs: NDArray[np.int64],
-        puzzle_identifiers: NDArray[np.int64],
-        *,
-        depth: int,
-        settle: int | None = None,
-        halt: bool = False,
-        tries: int = 1,
-        noise: float = 0.0,
-    ) -> Answers:
-        pieces: list[Answers] = []
-
-        def think(cut: slice) -> Answers:
-            question = inputs[cut], puzzle_identifiers[cut]
-            each = (self._answer(*question, depth, settle, halt, self._noise(t, noise)) for t in range(tries))
-            return reduce(Answers.or_rather, each)
-
-        with allocations(torn=False):
-            if len(inputs) < self.lanes.count:  # then all cores work on the same products
-                return think(slice(None))
-            self.lanes.each(len(inputs), lambda done: len(inputs), think, pieces.append)
-        return Answers(
-            np.concatenate([piece.tokens for piece in pieces], axis=1),
-            np.concatenate([piece.halt_logits for piece in pieces], axis=1),
-            np.concatenate([piece.steps for piece in pieces]),
-        )
-
-    def _noise(self, attempt: int, scale: float) -> Tensor | None:
-        """The same for every puzzle, so that no batch changes an answer; none in the first attempt."""
-        if not attempt or not scale:
-            return None
-        return scale * _normal(self.model, attempt)
-
-    @torch.no_grad()
-    def _answer(
-        self,
-        inputs: NDArray[np.int64],
-        puzzle_identifiers: NDArray[np.int64],
-        depth: int,
-        settle: int | None,
-        halt: bool,
-        noise: Tensor | None,
-    ) -> Answers:
-        questions = torch.from_numpy(inputs)
-        rows = None
-        if self.model.config.puzzle_emb_ndim:
-            rows = self.model.puzzle_emb.weights[torch.from_numpy(puzzle_identifiers)]
-        tokens = np.zeros((depth, *inputs.shape), dtype=np.int32)
-        halt_logits = np.zeros((depth, len(inputs)), dtype=np.float32)
-        unchanged = np.zeros(len(inputs), dtype=np.int64)
-        steps = np.zeros(len(inputs), dtype=np.int64)
-        active = torch.arange(len(inputs))
-        latents = self.model.start(len(inputs))
-        if noise is not None:
-            latents = latents + noise
-        for step in range(depth):
-            latents = self.model(
-                questions[active], None if rows is None else rows[active], latents, self.cycles
-            )
-            here = active.numpy()
-            if step:
-                tokens[step], halt_logits[step] = tokens[step - 1], halt_logits[step - 1]
-            tokens[step, here] = self.model.token_logits(self.model.answer_positions(latents[0])).argmax(-1)
-            halt_logits[step, here] = self.model.halt_logits(latents[0])[:, 0]
-            steps[here] += 1
-            if step:
-                same = (tokens[step, here] == tokens[step - 1, here]).all(-1)
-                unchanged[here] = np.where(same, unchanged[here] + 1, 0)
-            done = unchanged[here] >= (settle or depth)
-            if halt:
-                done |= halt_logits[step, here] >= 0
-            if done.any():
-                going_on = torch.from_numpy(~done)
-                active, latents = active[going_on], latents[:, :, going_on]
-                if not len(active):
-                    tokens[step + 1 :], halt_logits[step + 1 :] = tokens[step], halt_logits[step]
-                    break
-        return Answers(tokens, halt_logits, steps)
-
-
-def _normal(model: TinyRecursiveModel, seed: int) -> Tensor:
-    """Noise for the first latents of one slot."""
-    like = model.start(1)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
-
-
-def _cycles_at_test_time(training: TrainingConfig, model: ModelConfig) -> int:
-    """Recursions in one step at test time: terminal supervision may stop after any one of them."""
-    return 1 if training.supervision == "terminal" else model.cycles_per_step
-
-
-def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> None:
-    check_shapes(model.state_dict(), weights, "The weights do")
-    model.load_state_dict(weights)
-
-
-def check_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what_do: str) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    if expected != found:
-        wrong = sorted(
-            f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
-            for name in {*expected, *found}
-            if expected.get(name) != found.get(name)
-        )
-        raise CheckpointError(f"{what_do} not fit the model of the recipe: {'; '.join(wrong[:5])}")
 
 
 def learner(
@@ -358,16 +216,3 @@ def learner(
             "The model and its slots do not fit into memory.",
             hint="Lower model.hidden_size or training.effective_batch_size.",
         ) from error
-
-
-def answerer(
-    model: ModelConfig,
-    training: TrainingConfig,
-    shape: TaskShape,
-    weights: Mapping[str, Tensor],
-    lanes: int = 1,
-) -> TorchAnswerer:
-    network = TinyRecursiveModel(model, shape)
-    load_weights(network, weights)
-    cycles = _cycles_at_test_time(training, model)
-    return TorchAnswerer(network.requires_grad_(False), cycles, Lanes(lanes))
