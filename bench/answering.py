@@ -83,7 +83,9 @@ def against_reference(directory: Path, puzzles: int, batch: int, hidden: int, re
         found = []
         for start in range(0, puzzles, batch):
             cut = slice(start, start + batch)
-            answers = answerer.answer(questions.inputs[cut], questions.puzzle_identifiers[cut], depth=steps)
+            answers = answerer.answer(
+                questions.inputs[cut], questions.puzzle_identifiers[cut], EvaluationConfig(depth=steps)
+            )
             found.append(answers.tokens[-1])
         return np.concatenate(found)
 
@@ -116,7 +118,7 @@ def one_puzzle(repeats: int) -> None:
         times = []
         for _ in range(repeats + 1):
             started = time.perf_counter()
-            answerer.answer(question.inputs, question.puzzle_identifiers, depth=10)
+            answerer.answer(question.inputs, question.puzzle_identifiers, EvaluationConfig(depth=10))
             times.append((time.perf_counter() - started) / 10)
         size = sum(tensor.size for tensor in map(np.asarray, weights.values()))
         sys.stdout.write(f"one puzzle, one core, {size / 1e6:.1f}M: {name} {spread(times[1:], 1e3, 'ms')}\n")
@@ -148,9 +150,7 @@ def halting(run: Path, repeats: int) -> None:
         for example in range(ONE_AT_A_TIME):
             inputs, _ = split.rows(np.array([example]))
             started = time.perf_counter()
-            answerer.answer(
-                inputs, split.identifiers(np.array([example])), depth=depth, settle=way.settle, halt=way.halt
-            )
+            answerer.answer(inputs, split.identifiers(np.array([example])), way)
             times.append(time.perf_counter() - started)
         sys.stdout.write(f"  one at a time, one core, {name}: {spread(times, 1e3, 'ms')}\n")
 

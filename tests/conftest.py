@@ -3,6 +3,7 @@
 import os
 import tempfile
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -15,3 +16,11 @@ settings.load_profile("steady")
 
 # Tiny models gain nothing from threads, and one thread repeats bit for bit.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def float64():
+    """Nearly without rounding, so that what differs is a mistake."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

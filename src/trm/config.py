@@ -187,6 +187,28 @@ class EvaluationConfig(Section):
     examples: Count | None = None  # only the first so many test examples
     target_accuracy: Fraction | None = None  # training is done when exact accuracy reaches this
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tries > 1 and not (self.noise or self.guesses):
+            raise ValueError("tries are all the same without noise or guesses")
+        if self.guesses and self.tries == 1:
+            raise ValueError("guesses are for all tries but the first, so tries must be 2 or more")
+        if self.guesses and not self.guess_moments:
+            raise ValueError(f"guesses need a depth of more than {2 * self.standing + 1} steps")
+        return self
+
+    @property
+    def standing(self) -> int:
+        """Steps for which an answer must not change that was found by guesses."""
+        return self.settle or 2
+
+    @property
+    def guess_moments(self) -> range:
+        """After these steps; so that an answer can stand after the last, and again without the guesses."""
+        last = self.depth - (2 * self.standing + 1)
+        every = max(1, last // max(1, self.guesses))
+        return range(every, min(last, self.guesses * every) + 1, every)
+
 
 class CheckpointsConfig(Section):
     every_steps: Count | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from trm.backends.base import Answerer, load_backend
-from trm.config import RunConfig
+from trm.config import EvaluationConfig, RunConfig
 from trm.runs import DEFAULT_PLAN, Plan, Run, check_compatible
 from trm.tasks import load_task
 from trm.tasks.base import IGNORE_LABEL, IntArray, Split, Task, TaskShape, open_split, shape_from
@@ -71,27 +71,15 @@ def load_answerer(model: TrainedModel) -> Answerer:
 
 
 def predict(
-    model: TrainedModel,
-    answerer: Answerer,
-    question: Question,
-    depth: int | None = None,
-    thinking: Mapping[str, Any] | None = None,
+    model: TrainedModel, answerer: Answerer, question: Question, thinking: EvaluationConfig
 ) -> Prediction:
-    """Until the answer has stood still for a few steps, or for exactly `depth` steps; `thinking` may ask for
-    `halt`, `tries`, `noise` and `guesses`."""
-    answers = answerer.answer(
-        question.tokens[None],
-        np.array([question.identifier]),
-        depth=depth or 4 * model.config.evaluation.depth,
-        settle=None if depth else model.config.evaluation.settle or 2,
-        **(thinking or {}),
-    )
+    answers = answerer.answer(question.tokens[None], np.array([question.identifier]), thinking)
     steps = int(answers.steps[0])
     tokens = answers.tokens[:steps, 0].astype(np.int64)
     return Prediction(
         question=question.tokens,
         answers=tokens,
-        confidence=float(1 / (1 + np.exp(-answers.halt_logits[-1, 0]))),
+        confidence=(1 + math.tanh(answers.halt_logits[-1, 0] / 2)) / 2,
         problem=model.task.judge(question.tokens, tokens[-1], question.label),
     )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from macbook_optimization.errors import LaptopError
 from macbook_optimization.memory_management import MemoryModel
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.config import ModelConfig, TrainingConfig
+from trm.config import EvaluationConfig, ModelConfig, TrainingConfig
 from trm.tasks.base import TaskShape
 
 
@@ -66,7 +66,7 @@ class Answers:
 
     tokens: NDArray[np.int32]  # (depth, B, L)
     halt_logits: NDArray[np.float32]  # (depth, B)
-    steps: NDArray[np.int64]  # (B,) steps really computed
+    steps: NDArray[np.int64]  # (B,) steps really computed, in the try that counts
 
     def reconsider(self, puzzles: NDArray[np.int64], others: Answers) -> None:
         """Takes the other answer to each of these puzzles if the halting head believes in it more."""
@@ -82,19 +82,16 @@ class Answerer(Protocol):
         self,
         inputs: NDArray[np.int64],
         puzzle_identifiers: NDArray[np.int64],
-        *,
-        depth: int,
-        settle: int | None = None,
-        halt: bool = False,
-        tries: int = 1,
-        noise: float = 0.0,
-        guesses: int = 0,
+        thinking: EvaluationConfig,
     ) -> Answers:
         """A puzzle leaves the batch, and keeps its answer, when that has stood for `settle` steps or, with
-        `halt`, when the halting head believes in it. If the head does not, or the depth is used up, there
-        are more `tries`, and the one counts that it believes in most. They begin with latents that are
-        `noise` apart, and take one of their own beliefs for given up to `guesses` times, spread over the
-        depth; an answer that is found so must stand, and be believed in, when the guesses are taken back."""
+        `halt`, when the halting head believes in it. If the head does not, or the puzzle never left although
+        it might have, there are more `tries`, and the one counts that the head believes in most. They begin
+        with latents that are `noise` apart.
+
+        A try with `guesses` takes one of its own beliefs for given after each of `guess_moments`. It has an
+        answer only if that stands, and is believed in, and then stands again when the guesses are taken back;
+        there it leaves."""
         ...
 
 

@@ -21,6 +21,7 @@ from trm.cli.common import PATH, json_option, show, write_json
 from trm.cli.data import data, with_options
 
 if TYPE_CHECKING:
+    from trm.config import EvaluationConfig
     from trm.inference import Prediction, Question, TrainedModel
     from trm.tasks.base import IntArray
     from trm.training.loop import Outcome
@@ -47,8 +48,16 @@ def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(command, options)
 
 
-def _asked(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in thinking.items() if value is not None}
+def _thinking(
+    recipe: EvaluationConfig, options: Mapping[str, Any], depth: int | None, settle: int | None
+) -> EvaluationConfig:
+    """The recipe's, but for what is asked. An explicit depth is gone through to its end."""
+    from trm.config import EvaluationConfig, parse_section
+
+    asked = {name: value for name, value in options.items() if value is not None}
+    if depth or settle:
+        asked |= {"depth": depth or recipe.depth, "settle": settle}
+    return parse_section(EvaluationConfig, {**recipe.model_dump(), **asked}, "These options")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -225,11 +234,7 @@ def evaluate(
     split, scorer = open_test_set(model, dataset), model.task.scorer(path)
     if submission is not None and not isinstance(scorer, Votes):
         raise DataError(f"{run} is no run of ARC: there is nothing to submit")
-    settings = model.config.evaluation
-    if depth or settle:  # an explicit depth is gone through to its end
-        changes = {"depth": depth or settings.depth, "settle": settle}
-        settings = settings.model_copy(update=changes)
-    settings = settings.model_copy(update=_asked(thinking))
+    settings = _thinking(model.config.evaluation, thinking, depth, settle)
     with ProgressDisplay() as display:
         result = evaluate_split(
             load_answerer(model),
@@ -305,11 +310,14 @@ def predict(
             raise DataError("There was no puzzle on standard input")
     if (png or gif) and len(questions) > 1:
         raise click.UsageError("--png and --gif draw one puzzle; there are several.")
+    recipe = model.config.evaluation
+    until = (depth, None) if depth else (4 * recipe.depth, recipe.settle or 2)
+    settings = _thinking(recipe, thinking, *until)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
     answerer = load_answerer(model)
     for question in questions:
-        prediction = predict_one(model, answerer, question, depth, _asked(thinking))
+        prediction = predict_one(model, answerer, question, settings)
         if png or gif:
             _draw(model, question, prediction.answers, png, gif)
         text = describe(model.task, prediction, steps=steps, color=color, width=width)

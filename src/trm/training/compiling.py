@@ -39,7 +39,8 @@ def compiler_cache() -> dict[str, str]:
 def measure_gain(config: dict[str, Any], plan: dict[str, Any], tell: Tell) -> float:
     """Times as fast as without, the median of interleaved steps. The body of the child.
 
-    Two recursions are enough to tell, one without and one with gradient: the level is the same in all."""
+    Of two recursions, one without and one with gradient: the level is the same in all of them. What is not
+    compiled weighs more then, so that a gain looks rather smaller than larger."""
     recipe, chosen = shallow(RunConfig.model_validate(config)), Plan.from_json(plan)
     size = chosen.micro_batch_size
     way = chosen.threads, chosen.lanes

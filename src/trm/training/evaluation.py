@@ -55,10 +55,7 @@ def evaluate(
         examples = np.arange(start, min(start + batch_size, total))
         inputs, labels = split.rows(examples)
         identifiers = split.identifiers(examples)
-        answers = answerer.answer(
-            inputs, identifiers, depth=settings.depth, settle=settings.settle,
-            halt=settings.halt, tries=settings.tries, noise=settings.noise, guesses=settings.guesses,
-        )  # fmt: skip
+        answers = answerer.answer(inputs, identifiers, settings)
         labelled = labels != IGNORE_LABEL
         right = (answers.tokens == labels) & labelled
         exact = (right.sum(-1) == labelled.sum(-1)) & labelled.any(-1)

@@ -32,7 +32,7 @@ from macbook_optimization.memory_management import (
 )
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import StepSettings, load_backend
-from trm.config import RunConfig
+from trm.config import EvaluationConfig, RunConfig
 from trm.runs import DEFAULT_PLAN
 from trm.tasks import load_task
 from trm.tasks.base import TaskShape, open_split
@@ -190,7 +190,7 @@ class Stepper:
         test = self.splits[1]
         examples = np.arange(count) % len(test)
         inputs, _ = test.rows(examples)
-        self.learner.answerer().answer(inputs, test.identifiers(examples), depth=2)
+        self.learner.answerer().answer(inputs, test.identifiers(examples), EvaluationConfig(depth=2))
 
     def measure_between(self, sizes: Sequence[Size]) -> dict[int, float]:
         """Samples per second of the sizes between the two, by doubling."""

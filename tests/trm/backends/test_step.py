@@ -35,14 +35,6 @@ def assert_same_state(ours, theirs, **tolerance):
             torch.testing.assert_close(tensor, expected, msg=f"{group} {name}", **tolerance)
 
 
-@pytest.fixture
-def float64():
-    """Nearly without rounding, so that what differs is a mistake."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 MANY = ["mixer", "attention, rotary", "attention, puzzle prefix", "singlez, mixer", "transformer"]
 
 

@@ -12,47 +12,46 @@ from torch import Tensor
 from macbook_optimization.errors import ConfigError
 from trm.backends.base import Answers
 from trm.backends.pytorch.lanes import Lanes
+from trm.backends.pytorch.losses import beliefs
 from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, load_weights
-from trm.config import ModelConfig, TrainingConfig
+from trm.config import EvaluationConfig, ModelConfig, TrainingConfig
 from trm.tasks.base import TaskShape
 
-SETTLE = 2  # steps for which an answer stands that was found by guesses, if nothing else is asked for
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_CERTAIN = 1e-9  # a weight below comes of rounding, or of what the model is sure is wrong
 
 
 class TorchAnswerer:
     def __init__(self, model: TinyRecursiveModel, training: TrainingConfig, lanes: Lanes) -> None:
-        self.model, self.lanes = model, lanes
+        self.model, self.lanes, self.loss = model, lanes, training.loss
         # Terminal supervision may stop after any recursion.
         self.cycles = 1 if training.supervision == "terminal" else model.config.cycles_per_step
 
     def answer(
         self,
-        inputs: NDArray[np.int64],
-        puzzle_identifiers: NDArray[np.int64],
-        *,
-        depth: int,
-        settle: int | None = None,
-        halt: bool = False,
-        tries: int = 1,
-        noise: float = 0.0,
-        guesses: int = 0,
+        inputs: IntArray,
+        puzzle_identifiers: IntArray,
+        thinking: EvaluationConfig,
     ) -> Answers:
         shape = self.model.shape
-        if guesses and shape.output_vocab_size != shape.vocab_size:
+        if thinking.guesses and shape.output_vocab_size != shape.vocab_size:
             raise ConfigError("Guesses are for tasks whose answers have the same tokens as their questions.")
-        limits = depth, settle, halt
         pieces: list[Answers] = []
 
         def think(cut: slice) -> Answers:
             questions, identifiers = inputs[cut], puzzle_identifiers[cut]
-            answers = self._answer(questions, identifiers, *limits)
-            for attempt in range(1, tries):
-                doubted = np.flatnonzero((answers.halt_logits[-1] < 0) | (answers.steps == depth))
+            answers, left = self._answer(questions, identifiers, thinking)
+            if not (thinking.settle or thinking.halt):
+                left[:] = True
+            for attempt in range(1, thinking.tries):
+                doubted = np.flatnonzero(~left | (answers.halt_logits[-1] < 0))
                 if not len(doubted):
                     break
                 luck = torch.Generator().manual_seed(attempt)
-                others = self._answer(questions[doubted], identifiers[doubted], *limits, luck, noise, guesses)
+                others, left[doubted] = self._answer(questions[doubted], identifiers[doubted], thinking, luck)
                 answers.reconsider(doubted, others)
             return answers
 
@@ -69,32 +68,28 @@ class TorchAnswerer:
     @torch.no_grad()
     def _answer(
         self,
-        inputs: NDArray[np.int64],
-        puzzle_identifiers: NDArray[np.int64],
-        depth: int,
-        settle: int | None,
-        halt: bool,
+        inputs: IntArray,
+        puzzle_identifiers: IntArray,
+        thinking: EvaluationConfig,
         luck: torch.Generator | None = None,
-        noise: float = 0.0,
-        guesses: int = 0,
-    ) -> Answers:
-        """Without `luck`, neither noise nor guesses. It is the same for every puzzle: no batch changes an
-        answer."""
-        questions = _Questions(torch.from_numpy(inputs), depth, 0 if luck is None else guesses)
+    ) -> tuple[Answers, BoolArray]:
+        """And which puzzles left. Without `luck`, neither noise nor guesses; it is the same for every puzzle,
+        so that no batch changes an answer."""
+        depth = thinking.depth
+        attempt = _Try(torch.from_numpy(inputs), thinking, self.loss, luck)
         rows = None
         if self.model.config.puzzle_emb_ndim:
             rows = self.model.puzzle_emb.weights[torch.from_numpy(puzzle_identifiers)]
         tokens = np.zeros((depth, *inputs.shape), dtype=np.int32)
         halt_logits = np.zeros((depth, len(inputs)), dtype=np.float32)
-        unchanged = np.zeros(len(inputs), dtype=np.int64)
         steps = np.zeros(len(inputs), dtype=np.int64)
         active = torch.arange(len(inputs))
         latents = self.model.start(len(inputs))
-        if luck is not None and noise:
-            latents = latents + noise * self.model.noise(luck)
+        if luck is not None and thinking.noise:
+            latents = latents + thinking.noise * self.model.noise(luck)
         for step in range(depth):
             latents = self.model(
-                questions.asked[active], None if rows is None else rows[active], latents, self.cycles
+                attempt.asked[active], None if rows is None else rows[active], latents, self.cycles
             )
             here = active.numpy()
             if step:
@@ -104,59 +99,67 @@ class TorchAnswerer:
             halt_logits[step, here] = self.model.halt_logits(latents[0])[:, 0]
             steps[here] += 1
             if step:
-                same = (tokens[step, here] == tokens[step - 1, here]).all(-1)
-                unchanged[here] = np.where(same, unchanged[here] + 1, 0)
-            believed = halt_logits[step, here] >= 0
-            if luck is not None and guesses:
-                guessed = questions.guessed[here]
-                stands = believed & (unchanged[here] >= (settle or SETTLE))
-                done = stands & ~guessed
-                unchanged[questions.take_back(here[stands])] = 0
-                doubted = ~believed | (guessed & ~stands)
-                questions.guess(step + 1, here[doubted], logits[doubted], luck)
-            else:
-                done = unchanged[here] >= (settle or depth)
-                if halt:
-                    done |= believed
+                attempt.see(here, (tokens[step, here] == tokens[step - 1, here]).all(-1))
+            done = attempt.done(here, step + 1, halt_logits[step, here] >= 0, logits)
             if done.any():
                 going_on = torch.from_numpy(~done)
                 active, latents = active[going_on], latents[:, :, going_on]
                 if not len(active):
                     tokens[step + 1 :], halt_logits[step + 1 :] = tokens[step], halt_logits[step]
                     break
-        if luck is not None and guesses:
-            halt_logits[:, active.numpy()] = -np.inf  # what still hangs on guesses is no answer
-        return Answers(tokens, halt_logits, steps)
+        left = np.ones(len(inputs), dtype=bool)
+        left[active.numpy()] = False
+        if attempt.guesses:
+            halt_logits[:, ~left] = -np.inf  # a try that has no answer
+        return Answers(tokens, halt_logits, steps), left
 
 
-class _Questions:
-    """With guesses in them, of which there is one more whenever a share of the depth has passed."""
+class _Try:
+    """What is asked, guesses included, and when a puzzle is done."""
 
-    def __init__(self, questions_BL: Tensor, depth: int, guesses: int) -> None:
+    def __init__(
+        self, questions_BL: Tensor, thinking: EvaluationConfig, loss: str, luck: torch.Generator | None
+    ) -> None:
+        self.thinking, self.loss, self.luck = thinking, loss, luck
+        self.guesses = 0 if luck is None else thinking.guesses
         self.questions = questions_BL
-        self.asked = questions_BL.clone() if guesses else questions_BL
+        self.asked = questions_BL.clone() if self.guesses else questions_BL
         self.guessed = np.zeros(len(questions_BL), dtype=bool)
-        every = max(1, depth // (guesses + 1))
-        self.moments = range(every, guesses * every + 1, every)
+        self.unchanged = np.zeros(len(questions_BL), dtype=np.int64)
 
-    def take_back(self, puzzles: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The guesses in these puzzles; returns those that had any."""
-        puzzles = puzzles[self.guessed[puzzles]]
+    def see(self, puzzles: IntArray, same: BoolArray) -> None:
+        self.unchanged[puzzles] = np.where(same, self.unchanged[puzzles] + 1, 0)
+
+    def done(self, puzzles: IntArray, step: int, believed: BoolArray, logits_BLV: Tensor) -> BoolArray:
+        """Which of these puzzles leave after this step, counted from 1."""
+        thinking, unchanged = self.thinking, self.unchanged[puzzles]
+        if not self.guesses:
+            settled = unchanged >= (thinking.settle or thinking.depth)
+            return settled | believed if thinking.halt else settled
+        guessed = self.guessed[puzzles]
+        stands = believed & (unchanged >= thinking.standing)
+        self._take_back(puzzles[stands & guessed])
+        if step in thinking.guess_moments:
+            chances = torch.empty(logits_BLV.shape[1:]).exponential_(generator=self.luck)
+            doubted = ~believed | (guessed & ~stands)
+            self._guess(puzzles[doubted], beliefs(logits_BLV[doubted], self.loss), chances)
+        return stands & ~guessed
+
+    def _take_back(self, puzzles: IntArray) -> None:
         self.asked[puzzles] = self.questions[puzzles]
         self.guessed[puzzles] = False
-        return puzzles
+        self.unchanged[puzzles] = 0
 
-    def guess(self, step: int, puzzles: NDArray[np.int64], logits_BLV: Tensor, luck: torch.Generator) -> None:
-        if step in self.moments and len(puzzles):
-            self.asked[puzzles] = with_a_guess(self.asked[puzzles], logits_BLV.float().softmax(-1), luck)
-            self.guessed[puzzles] = True
+    def _guess(self, puzzles: IntArray, beliefs_BLV: Tensor, chances_LV: Tensor) -> None:
+        self.asked[puzzles] = with_a_guess(self.asked[puzzles], beliefs_BLV, chances_LV)
+        self.guessed[puzzles] = True
 
 
-def with_a_guess(questions_BL: Tensor, beliefs_BLV: Tensor, luck: torch.Generator) -> Tensor:
+def with_a_guess(questions_BL: Tensor, beliefs_BLV: Tensor, chances_LV: Tensor) -> Tensor:
     """One belief more in each, drawn with the weight p^2 (1 - p): a likely one, but none that is certain, for
-    that would help nobody."""
+    that would help nobody. The chances, drawn from an exponential distribution, are the same for all."""
     weights = (beliefs_BLV.square() * (1 - beliefs_BLV)).scatter(-1, questions_BL[..., None], 0)
-    race = (weights / torch.empty(weights.shape[1:]).exponential_(generator=luck)).flatten(1)
+    race = torch.where(weights < _CERTAIN, 0, weights / chances_LV).flatten(1)
     chosen = race.argmax(1, keepdim=True)
     position, token = chosen // weights.shape[-1], chosen % weights.shape[-1]
     nothing = race.gather(1, chosen) == 0

@@ -28,6 +28,12 @@ def log_stablemax(logits: Tensor) -> Tensor:
     return torch.log(scores) - torch.log(scores.sum(-1, keepdim=True))
 
 
+def beliefs(logits: Tensor, loss: str) -> Tensor:
+    """Probabilities, as the loss understood them."""
+    wide = widened(logits)
+    return wide.softmax(-1) if loss == "softmax_cross_entropy" else log_stablemax(wide).exp()
+
+
 def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
     wide = widened(logits)
     if loss == "softmax_cross_entropy":

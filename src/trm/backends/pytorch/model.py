@@ -377,10 +377,10 @@ class TinyRecursiveModel(nn.Module):
 
     def halt_logits(self, y_LBD: Tensor) -> Tensor:
         """(B, 2) from the first position, which is the prefix's where there is one. An answer of candidates
-        is as good as its weakest: the odds of all are put together (and learned at the scale of x)."""
+        is as good as its weakest: the odds of all are put together. The factor lets them grow sooner."""
         weight, bias = self.q_head.weight.to(y_LBD.dtype), self.q_head.bias.to(y_LBD.dtype)
         if self.config.candidates:
-            each = widened(F.linear(math.sqrt(self.config.hidden_size) * y_LBD, weight, bias))
+            each = widened(F.linear(y_LBD, math.sqrt(self.config.hidden_size) * weight, bias))
             return math.log(len(each)) - torch.logsumexp(-each, 0)
         return widened(F.linear(y_LBD[0], weight, bias))
 
