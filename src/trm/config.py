@@ -181,7 +181,7 @@ class EvaluationConfig(Section):
     depth: Count = 16  # supervision steps at test time (single recursions under terminal supervision)
     settle: Count | None = None  # stop a puzzle whose answer has not changed for this many steps
     halt: bool = False  # stop a puzzle whose answer the halting head believes in
-    tries: Count = 1  # times a puzzle is thought about, until the halting head believes in an answer
+    tries: Count = 1  # if the halting head does not believe in the first; then it chooses
     noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0  # in the first thoughts of all tries but one
     guesses: CountOrZero = 0  # in all tries but one, beliefs that are taken for given
     examples: Count | None = None  # only the first so many test examples

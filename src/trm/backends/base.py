@@ -86,8 +86,8 @@ class Answerer(Protocol):
     ) -> Answers:
         """A puzzle leaves the batch, and keeps its answer, when that has stood for `settle` steps or, with
         `halt`, when the halting head believes in it. If the head does not, or the puzzle never left although
-        it might have, there are more `tries`, and the one counts that the head believes in most. They begin
-        with latents that are `noise` apart.
+        it might have, there are more `tries`, all of which are made: of those the one counts that the head
+        believes in most. They begin with latents that are `noise` apart.
 
         A try with `guesses` takes one of its own beliefs for given after each of `guess_moments`. It has an
         answer only if that stands, and is believed in, and then stands again when the guesses are taken back;

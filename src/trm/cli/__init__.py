@@ -34,7 +34,7 @@ def thinking_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--tries",
             type=click.IntRange(1, 1000),
-            help="Most times to think, until the halting head believes in it.",
+            help="If the halting head doubts the first answer: think so often, and let it choose.",
         ),
         click.option(
             "--noise", type=click.FloatRange(0, 100), help="In the first thoughts of all tries but one."

@@ -1,6 +1,7 @@
 """Answers: when a puzzle is done, and how it is tried again."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -163,10 +164,24 @@ def test_an_answer_that_falls_with_its_guesses_is_none(monkeypatch):
     assert answers.halt_logits[-1, 0] == -1
 
 
+def test_what_the_first_answer_kept_of_a_question_must_be_kept(monkeypatch):
+    """The first answer gives the question back; then the head believes in one that does not."""
+    ours = learner(shape=SAME_TOKENS)
+    batch = replace(step_batch(num_slots=1, shape=SAME_TOKENS), inputs=np.array([[0, 1, 2, 3]]))
+    asked = believing(monkeypatch, ours.averaged, logits=[-1.0] * 3 + [1.0] * 9)
+    others = torch.eye(4).roll(1, dims=0)
+    monkeypatch.setattr(
+        ours.averaged, "token_logits", lambda y: (torch.eye(4) if len(asked) <= 3 else others).expand(1, 4, 4)
+    )
+    answers = think(ours, batch, depth=9, settle=2, tries=2, guesses=2)
+    assert len(asked) == 3 + 9, "nothing stands in the second try"
+    np.testing.assert_array_equal(answers.tokens[-1], batch.inputs)
+
+
 @pytest.mark.parametrize("variant", ["mixer", "candidates"])
 def test_guesses_do_not_depend_on_the_other_puzzles_or_lanes(variant, float64):
     ours = learner("terminal", shape=SAME_TOKENS, **VARIANTS[variant])
-    batch = step_batch(num_slots=40, shape=SAME_TOKENS)
+    batch = step_batch(num_slots=16, shape=SAME_TOKENS)
     head = ours.averaged.q_head
     with torch.no_grad():
         head.weight.normal_(generator=torch.Generator().manual_seed(2))

@@ -44,14 +44,14 @@ class TorchAnswerer:
         def think(cut: slice) -> Answers:
             questions, identifiers = inputs[cut], puzzle_identifiers[cut]
             answers, left = self._answer(questions, identifiers, thinking)
-            if not (thinking.settle or thinking.halt):
-                left[:] = True
-            for attempt in range(1, thinking.tries):
-                doubted = np.flatnonzero(~left | (answers.halt_logits[-1] < 0))
-                if not len(doubted):
-                    break
+            doubts = answers.halt_logits[-1] < 0
+            if thinking.settle or thinking.halt:
+                doubts |= ~left
+            doubted = np.flatnonzero(doubts)
+            kept = (answers.tokens[-1] == questions)[doubted]
+            for attempt in range(1, thinking.tries if len(doubted) else 1):
                 luck = torch.Generator().manual_seed(attempt)
-                others, left[doubted] = self._answer(questions[doubted], identifiers[doubted], thinking, luck)
+                others, _ = self._answer(questions[doubted], identifiers[doubted], thinking, luck, kept)
                 answers.reconsider(doubted, others)
             return answers
 
@@ -72,11 +72,12 @@ class TorchAnswerer:
         puzzle_identifiers: IntArray,
         thinking: EvaluationConfig,
         luck: torch.Generator | None = None,
+        kept: BoolArray | None = None,
     ) -> tuple[Answers, BoolArray]:
         """And which puzzles left. Without `luck`, neither noise nor guesses; it is the same for every puzzle,
-        so that no batch changes an answer."""
+        so that no batch changes an answer. What the first try `kept` of a question, guesses must keep."""
         depth = thinking.depth
-        attempt = _Try(torch.from_numpy(inputs), thinking, self.loss, luck)
+        attempt = _Try(torch.from_numpy(inputs), thinking, self.loss, luck, kept)
         rows = None
         if self.model.config.puzzle_emb_ndim:
             rows = self.model.puzzle_emb.weights[torch.from_numpy(puzzle_identifiers)]
@@ -100,7 +101,8 @@ class TorchAnswerer:
             steps[here] += 1
             if step:
                 attempt.see(here, (tokens[step, here] == tokens[step - 1, here]).all(-1))
-            done = attempt.done(here, step + 1, halt_logits[step, here] >= 0, logits)
+            believed = attempt.keeps(here, tokens[step, here]) & (halt_logits[step, here] >= 0)
+            done = attempt.done(here, step + 1, believed, logits)
             if done.any():
                 going_on = torch.from_numpy(~done)
                 active, latents = active[going_on], latents[:, :, going_on]
@@ -118,9 +120,14 @@ class _Try:
     """What is asked, guesses included, and when a puzzle is done."""
 
     def __init__(
-        self, questions_BL: Tensor, thinking: EvaluationConfig, loss: str, luck: torch.Generator | None
+        self,
+        questions_BL: Tensor,
+        thinking: EvaluationConfig,
+        loss: str,
+        luck: torch.Generator | None,
+        kept: BoolArray | None,
     ) -> None:
-        self.thinking, self.loss, self.luck = thinking, loss, luck
+        self.thinking, self.loss, self.luck, self.kept = thinking, loss, luck, kept
         self.guesses = 0 if luck is None else thinking.guesses
         self.questions = questions_BL
         self.asked = questions_BL.clone() if self.guesses else questions_BL
@@ -129,6 +136,12 @@ class _Try:
 
     def see(self, puzzles: IntArray, same: BoolArray) -> None:
         self.unchanged[puzzles] = np.where(same, self.unchanged[puzzles] + 1, 0)
+
+    def keeps(self, puzzles: IntArray, answers: NDArray[np.int32]) -> BoolArray:
+        if self.kept is None or not self.guesses:
+            return np.ones(len(puzzles), dtype=bool)
+        broken: BoolArray = ((answers != self.questions[puzzles].numpy()) & self.kept[puzzles]).any(-1)
+        return ~broken
 
     def done(self, puzzles: IntArray, step: int, believed: BoolArray, logits_BLV: Tensor) -> BoolArray:
         """Which of these puzzles leave after this step, counted from 1."""
