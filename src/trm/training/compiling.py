@@ -28,7 +28,7 @@ from trm.training.watching import Journal, Say
 
 WORTH_IT = 1.05  # times as fast; below that it is noise, or not worth the seconds that loading takes
 LONG_SECONDS = 600.0  # a run that is over sooner would lose more to the compiler than it gains
-ROUNDS = 3
+ROUNDS = 7
 AT_MOST_SECONDS = 900.0
 
 
