@@ -13,6 +13,7 @@ from trm.config import load_config
 from trm.runs import Plan, Run
 from trm.training import compiling
 from trm.training.compiling import Compiling
+from trm.training.probe import typical_cycles
 
 OVERRIDES = (
     "data.build={size: 6, blanks: 22, train: 100, test: 16}", "data.path=set", "training.max_steps=100000",
@@ -119,6 +120,13 @@ def run(directory, *arguments, **variables):
         command, cwd=directory, env={**os.environ, **cache, **variables}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["sudoku-extreme", "sudoku-6x6"])  # deep, terminal
+def test_the_trial_takes_two_recursions(recipe):
+    config = compiling.shallow(load_config(recipe))
+    assert typical_cycles(config) == 2
+    assert config.model.L_cycles == 1
 
 
 @pytest.mark.slow

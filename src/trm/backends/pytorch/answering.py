@@ -16,9 +16,8 @@ from trm.backends.pytorch.losses import beliefs
 from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, load_weights
 from trm.config import EvaluationConfig, ModelConfig, TrainingConfig
-from trm.tasks.base import TaskShape
+from trm.tasks.base import IntArray, TaskShape
 
-IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 _CERTAIN = 1e-9  # a weight below comes of rounding, or of what the model is sure is wrong

@@ -1,7 +1,8 @@
 """How much memory a step should take, worked out without taking it.
 
 For when a measurement cannot be made, because not even one example fits. The model is built without weights,
-passed through once without arithmetic, and what autograd would keep for the backward pass is counted.
+passed through once without arithmetic, and what autograd would keep for the backward pass is counted. And
+what tells a lack of memory from other errors, when it is taken after all.
 """
 
 from __future__ import annotations
