@@ -1,1 +1,1 @@
-"""Makes training fit this machine. Knows nothing about Tiny Recursive Models."""
+"""Fits training to this machine: hardware, memory, CPU, files and child processes. Independent of TRM."""

@@ -1,10 +1,11 @@
-"""A function in a process of its own, so that whatever kills it costs nothing.
+"""Run a function in a child process, so that a crash or an OOM kill does not take the caller down.
 
-Probes of memory, precision and speed run like this, and so does the trainer. The function is named
-`module:name`, takes JSON-able keyword arguments, may `tell` rows on its way, and returns a JSON-able value.
-An error that a user can fix crosses over and is raised in the parent; a death is `ChildDied`, which says how.
+Probes of memory, precision and speed run this way, and so does the trainer. The function is named
+`module:name` and takes JSON-able keyword arguments. It may report rows through `tell` while it runs, and
+returns a JSON-able value. A `LaptopError` in the child is raised again in the parent; any other end is a
+`ChildDied`.
 
-A child is a process group of its own: a terminal's Ctrl-C then reaches it exactly once, through its parent.
+Each child has its own process group, so that a terminal's Ctrl-C reaches it exactly once: through its parent.
 """
 
 from __future__ import annotations
@@ -21,47 +22,79 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypedDict, Unpack
 
 from macbook_optimization import errors
 
-Tell = Callable[[Any], None]
-# How libraries and the interpreter put it; a shared library that cannot be mapped is an ImportError.
-_NO_MEMORY = (
+Tell = Callable[[Any], None]  # reports one JSON-able row to the parent
+# Phrases in which libraries and the interpreter report an OOM. "map segment" is the ImportError of a shared
+# library that cannot be mapped.
+_OOM_PHRASES = (
     "emory",
     "map segment",
     "bad_alloc",
     "returned NULL without setting",
     "Resource temporarily unavailable",
 )
+_NOT_OOM_SIGNALS = (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
+_SHOW_CURSOR = b"\033[?25h"
 
 
-class ChildDied(Exception):  # noqa: N818 - what happened, for whoever started it to judge
-    """The child ended without an answer: `signal` is what killed it, or None and `code` says more."""
+class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides whether it is an error
+    """The child ended without returning a value.
+
+    `signal` is the signal that killed it, or None when it exited by itself with exit status `code`.
+    `last_words` is its exception, or the last line that it wrote to standard error.
+    """
 
     def __init__(
         self, returncode: int, traceback_shown: bool, last_words: str, timed_out: bool = False
     ) -> None:
         self.signal = signal.Signals(-returncode) if returncode < 0 else None
-        self.code, self.traceback_shown, self.last_words = returncode, traceback_shown, last_words
+        self.code = returncode
+        self.traceback_shown = traceback_shown
+        self.last_words = last_words
         self.timed_out = timed_out
-        how = f"was killed by {self.signal.name}" if self.signal else f"ended with exit code {returncode}"
-        how = "took too long" if timed_out else how
-        super().__init__(f"{how}{': ' + last_words if last_words else ''}")
+        super().__init__(self._description())
+
+    def _description(self) -> str:
+        if self.timed_out:
+            cause = "took too long"
+        elif self.signal is not None:
+            cause = f"was killed by {self.signal.name}"
+        else:
+            cause = f"ended with exit code {self.code}"
+        return f"{cause}: {self.last_words}" if self.last_words else cause
 
     @property
     def of_memory(self) -> bool:
-        """Whether too little memory may have done it: the system kills, libraries abort or leave."""
+        """Whether an OOM is the likely cause: the system kills, libraries abort or exit, Python raises."""
         if self.timed_out:
             return False
-        if self.traceback_shown:
-            # Under a limit, a module whose import got no memory half-way lacks names later.
-            limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-            half_loaded = limited and "ImportError" in self.last_words
-            return half_loaded or any(words in self.last_words for words in _NO_MEMORY)
-        return self.signal not in (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if not self.traceback_shown:
+            return self.signal not in _NOT_OOM_SIGNALS
+        # Under an address space limit, an import that ran out of memory midway leaves a module without some
+        # of its names, which shows up later as an ImportError.
+        is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        if is_limited and "ImportError" in self.last_words:
+            return True
+        return any(phrase in self.last_words for phrase in _OOM_PHRASES)
+
+
+class ChildOptions(TypedDict, total=False):
+    """How the child process runs.
+
+    `in_front`: it writes to our terminal and receives our signals, as if it were this process. By default a
+    child is silent and ends with its parent. `timeout_seconds`: kill it after this time (default: never).
+    `inherited`: file descriptors that it keeps open while it lives.
+    """
+
+    in_front: bool
+    timeout_seconds: float | None
+    inherited: Sequence[int]
 
 
 def run_in_child(
@@ -70,63 +103,72 @@ def run_in_child(
     *,
     tell: Tell = lambda row: None,
     environment: Mapping[str, str] | None = None,
-    in_front: bool = False,
-    timeout_seconds: float | None = None,
-    inherited: Sequence[int] = (),
+    **options: Unpack[ChildOptions],
 ) -> Any:
-    """The value of `target(**arguments, tell=...)`, with `tell` hearing the rows that it tells on its way.
+    """Return the value of `target(**arguments, tell=...)`, computed in a child process.
 
-    A child `in_front` behaves as if it were this process: it writes to our terminal and gets our signals.
-    Any other is silent, and ends with us. It keeps the `inherited` descriptors open as long as it lives.
+    `tell` is called here with each row that the function reports. `environment` is added to our own.
     """
+    in_front = options.get("in_front", False)
     read_end, write_end = os.pipe()
-    spoken = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
-    manner = "in front" if in_front else "silent"
-    command = [sys.executable, "-P", "-m", __name__, target, str(write_end), str(os.getpid()), manner]
+    stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
+    mode = "in front" if in_front else "silent"
     child = subprocess.Popen(
-        command,
+        [sys.executable, "-P", "-m", __name__, target, str(write_end), str(os.getpid()), mode],
         stdin=subprocess.PIPE,
         stdout=None if in_front else subprocess.DEVNULL,
-        stderr=None if in_front else spoken,
+        stderr=None if in_front else stderr,
         env={**os.environ, **(environment or {})},
-        pass_fds=(write_end, *inherited),
+        pass_fds=(write_end, *options.get("inherited", ())),
         process_group=0,
         text=True,
     )
     os.close(write_end)
-    late = threading.Event()
-
-    def end_it() -> None:
-        late.set()
-        child.kill()
-
-    alarm = threading.Timer(timeout_seconds or 0, end_it)
-    alarm.daemon = True
-    if timeout_seconds is not None:
-        alarm.start()
+    timeout = _Timeout(child, options.get("timeout_seconds"))
     try:
         signals = _forwarded_signals(child) if in_front else nullcontext()
-        with os.fdopen(read_end, encoding="utf-8") as answers, signals:
+        with os.fdopen(read_end, encoding="utf-8") as messages, signals:
             _send(child, arguments)
-            return _answer(child, answers, spoken, tell, late)
+            return _receive(child, messages, stderr, tell, timeout)
     finally:
-        alarm.cancel()
-        child.kill()  # it has ended by itself, unless we were interrupted
+        timeout.cancel()
+        child.kill()  # has no effect unless we were interrupted: otherwise it has already ended
         child.wait()
-        spoken.close()
+        stderr.close()
+
+
+class _Timeout:
+    """Kills the child after `seconds`; None means never."""
+
+    def __init__(self, child: subprocess.Popen[str], seconds: float | None) -> None:
+        self.child = child
+        self.has_expired = False
+        self.timer = threading.Timer(seconds or 0, self._expire)
+        self.timer.daemon = True
+        if seconds is not None:
+            self.timer.start()
+
+    def _expire(self) -> None:
+        self.has_expired = True
+        self.child.kill()
+
+    def cancel(self) -> None:
+        self.timer.cancel()
 
 
 def _send(child: subprocess.Popen[str], arguments: Mapping[str, Any]) -> None:
     assert child.stdin is not None
-    with suppress(BrokenPipeError), child.stdin:  # it died at once, which its exit code tells
+    # A broken pipe means that the child died immediately; its exit status will say why.
+    with suppress(BrokenPipeError), child.stdin:
         json.dump(arguments, child.stdin)
 
 
-def _answer(
-    child: subprocess.Popen[str], answers: Iterable[str], spoken: IO[str], tell: Tell, late: threading.Event
+def _receive(
+    child: subprocess.Popen[str], messages: Iterable[str], stderr: IO[str], tell: Tell, timeout: _Timeout
 ) -> Any:
+    """Read the child's messages until its result; raise its error, or `ChildDied` if it ends without one."""
     crash = ""
-    for line in answers:
+    for line in messages:
         kind, value = json.loads(line)
         if kind == "row":
             tell(value)
@@ -139,23 +181,31 @@ def _answer(
         elif kind == "crash":
             crash = value
     returncode = child.wait()
-    spoken.seek(0)
     if os.isatty(2):
-        os.write(2, b"\033[?25h")  # a live display of the child's may have hidden the cursor
-    last_words = crash or " ".join(spoken.read().strip().splitlines()[-1:])
-    raise ChildDied(returncode, bool(crash), last_words, late.is_set())
+        os.write(2, _SHOW_CURSOR)  # the child's live display may have hidden it
+    stderr.seek(0)
+    last_line = stderr.read().strip().splitlines()[-1:]
+    last_words = crash or " ".join(last_line)
+    raise ChildDied(returncode, bool(crash), last_words, timeout.has_expired)
+
+
+@dataclass(slots=True)
+class _LastSignal:
+    number: int = 0
+    time: float = 0.0
 
 
 @contextmanager
 def _forwarded_signals(child: subprocess.Popen[str]) -> Iterator[None]:
-    """What asks us to stop or pause is for the child; we follow it."""
-    last = {"number": 0, "time": 0.0}
+    """Pass signals that stop or pause this process on to the child."""
+    last = _LastSignal()
 
     def forward(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = number == last["number"] and now - last["time"] < _SAME_SIGNAL_SECONDS
-        last.update(number=number, time=now)
-        if not again:
+        is_repeated = number == last.number and now - last.time < _SAME_SIGNAL_SECONDS
+        last.number = number
+        last.time = now
+        if not is_repeated:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number)
 
@@ -163,48 +213,53 @@ def _forwarded_signals(child: subprocess.Popen[str]) -> Iterator[None]:
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        with suppress(ProcessLookupError):  # here somebody has continued us
+        # Execution continues here after a SIGCONT to this process.
+        with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGCONT)
 
     handlers = {signal.SIGINT: forward, signal.SIGTERM: forward, signal.SIGTSTP: pause}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: both outlive the terminal
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, both outlive the terminal
         handlers[signal.SIGHUP] = forward
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def parent_is_gone() -> bool:
-    """True in a child whose parent was killed: nobody waits for the answer any more."""
-    return _parent is not None and os.getppid() != _parent
-
-
+# PID of the process that started this child; None in a process that is not such a child. It is a property of
+# the process, like its standard input, and set once by `_main`.
 _parent: int | None = None
 
 
-def _end_with_parent() -> None:
+def parent_is_gone() -> bool:
+    """Return True in a child whose parent has died, so that nobody waits for its result."""
+    return _parent is not None and os.getppid() != _parent
+
+
+def _exit_with_parent() -> None:
     while not parent_is_gone():
         time.sleep(1)
     os._exit(1)
 
 
-def _main(target: str, descriptor: str, parent: str, manner: str) -> None:
+def _main(target: str, descriptor: str, parent: str, mode: str) -> None:
+    """Run `target` in the child and write rows, and then a result, an error or a crash, to `descriptor`."""
     global _parent
     _parent = int(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved before the function says so
-    if manner == "silent":
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background group may still write to the terminal
+    # Until the function installs its own handler there is nothing to save, so Ctrl-C may kill the child.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if mode == "silent":
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # lets a background process group write to the terminal
     module, _, name = target.partition(":")
     arguments = json.load(sys.stdin)
-    answers = os.fdopen(int(descriptor), "w", encoding="utf-8")
+    messages = os.fdopen(int(descriptor), "w", encoding="utf-8")
 
     def write(kind: str, value: Any) -> None:
-        answers.write(json.dumps([kind, value]) + "\n")
-        answers.flush()
+        messages.write(json.dumps([kind, value]) + "\n")
+        messages.flush()
 
     def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(BrokenPipeError):
@@ -215,14 +270,15 @@ def _main(target: str, descriptor: str, parent: str, manner: str) -> None:
     try:
         function = getattr(importlib.import_module(module), name)
         result = function(**arguments, tell=lambda row: write("row", row))
-        with suppress(BrokenPipeError):  # nobody waits for it any more
+        with suppress(BrokenPipeError):  # the parent has died
             write("result", result)
     except errors.LaptopError as error:
         write("error", {"kind": type(error).__name__, "message": str(error), "hint": error.hint})
 
 
 if __name__ == "__main__":
-    # Run as a module this file is `__main__`; the functions it calls import it under its name.
+    # Run with -m, this file is the module `__main__`. The functions that it calls import it under its real
+    # name, so that module, not this one, must hold the state.
     from macbook_optimization import children
 
     children._main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""Files that are whole or absent, whatever happens while they are written.
+"""Files that are complete or absent, whatever happens while they are written.
 
-A file is written beside its place, synced, renamed into it, and its directory is synced. Every operation is
-a plain call of `os`, one after the other: the fault tests fail, tear, kill at and replay each of them.
+A file is written under a temporary name, synced and renamed, and then its directory is synced. Every
+operation is a plain `os` call, in sequence: the fault tests make each of them fail, write partially, kill
+the process, or be lost in a simulated power failure.
 """
 
 from __future__ import annotations
@@ -16,17 +17,30 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
-_WRITE_BYTES = 8 * 2**20
+from macbook_optimization.units import MIB
+
+Buffer = bytes | memoryview
+_WRITE_BYTES = 8 * MIB
 
 
-def write_synced(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
-    """A new file of these buffers. Its size and sha256 are of what was to be written, not of what a disk
-    that fails would give back."""
-    digest, size = hashlib.sha256(), 0
+class FileDigest(TypedDict):
+    """Size and hash of a file, as they appear in a manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def write_synced(path: Path, parts: Iterable[Buffer]) -> FileDigest:
+    """Write a new file from these buffers and return its size and sha256.
+
+    Both describe the bytes passed in, not the bytes on disk: a later comparison detects a failing disk.
+    """
+    digest = hashlib.sha256()
+    size = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in parts:
@@ -35,8 +49,9 @@ def write_synced(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
                 chunk = content[start : start + _WRITE_BYTES]
                 digest.update(chunk)
                 size += len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(descriptor, chunk) :]
+                while chunk:  # os.write may write less than requested
+                    num_written = os.write(descriptor, chunk)
+                    chunk = chunk[num_written:]
         _flush(descriptor)
     finally:
         os.close(descriptor)
@@ -44,6 +59,7 @@ def write_synced(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old content or the new, never a mixture."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_synced(partial, [content])
@@ -56,28 +72,32 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Where this process may put together what will be renamed to `path`. What processes left there that were
-    killed is removed; living ones may be at work on the same."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        process, _, _ = left.name.split(".")[-2].partition("-")
-        if process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
+    """Return a temporary path next to `path`, unique to this thread, to be renamed to `path` when complete.
+
+    Leftovers of processes that were killed are removed. Those of running processes stay: they may be writing
+    the same thing.
+    """
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        pid, _, _ = leftover.name.split(".")[-2].partition("-")
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
 
 
 def make_directory(path: Path) -> None:
-    """And its parents, so that none of them is gone after a power loss."""
-    missing = [each for each in (path, *path.parents) if not each.is_dir()]
-    for each in reversed(missing):
+    """Create a directory and its parents, and sync each so that all of them survive a power failure."""
+    missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
+    for directory in reversed(missing):
         try:
-            os.mkdir(each)
+            os.mkdir(directory)
         except FileExistsError:
-            if not each.is_dir():  # otherwise somebody else was faster
+            if not directory.is_dir():  # a directory means that another process created it first
                 raise
-        sync(each.parent)
+        sync(directory.parent)
 
 
 def sync(path: Path) -> None:
+    """Write a file or a directory entry through to the storage device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _flush(descriptor)
@@ -86,18 +106,18 @@ def sync(path: Path) -> None:
 
 
 def _flush(descriptor: int) -> None:
-    """To the medium: on macOS, `fsync` alone leaves the data in the drive's cache (man 2 fsync)."""
+    """Flush to the medium: on macOS, `fsync` alone leaves the data in the drive's cache (man 2 fsync)."""
     if sys.platform == "darwin":
-        with suppress(OSError):  # network and foreign file systems lack it
+        with suppress(OSError):  # not supported on network and foreign file systems
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
     os.fsync(descriptor)
 
 
 def remove_directory(path: Path) -> None:
-    """Renamed first: a directory that is half removed must not be taken for a damaged one."""
+    """Remove a directory by renaming it first: a partly removed one must not look like a damaged one."""
     removed = path.with_name(f".{path.name}.removed")
-    with suppress(OSError):  # what is left is removed the next time
+    with suppress(OSError):  # the next call removes what is left
         if removed.exists():
             shutil.rmtree(removed)
         os.rename(path, removed)
@@ -106,11 +126,11 @@ def remove_directory(path: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[int | str]:
-    """Yields the open file's descriptor, or what the process that holds the lock has to say of itself.
+    """Yield the descriptor of the locked file, or the content of a lock file that another process holds.
 
-    The system lets go of the lock when the last process that inherited the descriptor is gone, however it
-    ended: there are no stale locks. The file is removed before that, so one that was opened just before
-    may be nobody's any more and is opened again.
+    The system releases the lock when the last process that inherited the descriptor ends, for whatever
+    reason, so there are no stale locks. The holder removes the file before that. A file that was opened just
+    before its removal is therefore no longer the lock, and is opened again.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -122,7 +142,7 @@ def exclusive_lock(path: Path) -> Iterator[int | str]:
                 return
             if not _is_open_file(path, descriptor):
                 continue
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # a full disk: the lock holds, only the PID is missing
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, str(os.getpid()).encode())
             try:
@@ -143,6 +163,7 @@ def _is_open_file(path: Path, descriptor: int) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the file system on which `path` is, or will be."""
-    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    """Return the free space of the file system that holds `path`, which need not exist yet."""
+    candidates = (path.absolute(), *path.absolute().parents)
+    existing = next(candidate for candidate in candidates if candidate.exists())
     return shutil.disk_usage(existing).free

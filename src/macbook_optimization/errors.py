@@ -1,11 +1,18 @@
 """Errors that a user can fix.
 
-Everything raised here reaches the user as one `error:` line and a `hint:`; every other exception is a bug
-and keeps its traceback. `cli.main` is the only place that catches `LaptopError`.
+Each of these reaches the user as one `error:` line and a `hint:`. Every other exception is a bug and keeps
+its traceback. `cli.main` is the only place that catches `LaptopError`.
+
+    LaptopError
+      ConfigError        CheckpointError      CompilationError
+      DataError          MemoryBudgetError    NonFiniteError
+      RunError           AllocationFailed
 """
 
 
 class LaptopError(Exception):
+    """Base class. `exit_code` is the exit status of the command line."""
+
     exit_code = 1
 
     def __init__(self, message: str, hint: str | None = None) -> None:
@@ -14,41 +21,45 @@ class LaptopError(Exception):
 
 
 class ConfigError(LaptopError):
-    """A recipe or an override that says something we cannot do."""
+    """A recipe, an override or an argument has an invalid value."""
 
     exit_code = 2
 
 
 class DataError(LaptopError):
-    """A dataset, a puzzle or a file of puzzles that is not what it should be."""
+    """A dataset or an input file is missing, damaged or inconsistent."""
 
 
 class CheckpointError(LaptopError):
-    """A checkpoint that is missing, damaged or made for something else."""
+    """A checkpoint is missing, damaged, incompatible, or cannot be written."""
 
 
 class RunError(LaptopError):
-    """A run directory that cannot be used as asked."""
+    """A run directory cannot be used as requested."""
 
 
 class MemoryBudgetError(LaptopError):
-    """Something that does not fit into this machine's memory."""
+    """The model or the plan does not fit into this machine's memory."""
 
 
 class CompilationError(LaptopError):
-    """The compiler failed; everything works without it, only slower."""
+    """The model could not be compiled. Training works without compilation, only slower."""
 
 
 class NonFiniteError(LaptopError):
-    """A loss, a gradient or a weight is not a number; raised before anything is updated or saved."""
+    """A loss, a gradient or a weight is NaN or Inf. Raised before anything is updated or saved."""
 
 
-class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine, which a smaller cut may answer
-    """The machine gave no more memory. `torn`: in the middle of an update, so the weights are mixed."""
+class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine; a smaller micro-batch may fit
+    """The system refused to allocate memory.
+
+    `torn` is true when this happened in the middle of an optimizer update: some weights are updated and
+    others are not, so the step cannot simply be repeated.
+    """
 
     def __init__(
         self,
-        message: str = "The machine gave no more memory.",
+        message: str = "The system is out of memory.",
         hint: str | None = "Close other programs.",
         *,
         torn: bool = False,

@@ -1,7 +1,7 @@
-"""Work that is cut into pieces, done by several processes, and put together in order.
+"""Parallel map over several processes, with results in order.
 
-A piece is a call with arguments that can be pickled, of which nothing reaches a file. The workers end with
-the process that started them, however that ends, and leave Ctrl-C to it.
+Functions and items must be picklable and write no files. The workers end when the process that started them
+ends, for whatever reason, and they ignore Ctrl-C: stopping is the parent's decision.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from macbook_optimization.errors import LaptopError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 2  # pieces for each worker that may be waiting: that bounds the memory
+_MAX_PENDING_PER_WORKER = 2  # bounds the memory that finished and waiting items take
 
 
 def ordered(
     function: Callable[[Item], Result], items: Iterable[Item], jobs: int
 ) -> Generator[Result, None, None]:
-    """The results in the order of the items, of which there may be endlessly many; close it to stop."""
+    """Yield `function(item)` in the order of the items, which may be infinite; close it to stop."""
     if jobs == 1:
         yield from map(function, items)
         return
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    pool = ProcessPoolExecutor(jobs, context, initializer=_begin)
-    coming: deque[Future[Result]] = deque()
+    pool = ProcessPoolExecutor(jobs, context, initializer=_initialize_worker)
+    pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            coming.append(pool.submit(function, item))
-            if len(coming) > _AHEAD * jobs:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+            pending.append(pool.submit(function, item))
+            if len(pending) > _MAX_PENDING_PER_WORKER * jobs:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise LaptopError(
-            "A worker process was killed", hint="If memory was short, ask for fewer with --jobs."
+            "A worker process was killed", hint="If memory was short, use fewer workers with --jobs."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _initialize_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
