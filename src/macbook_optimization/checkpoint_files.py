@@ -1,7 +1,8 @@
-"""How one checkpoint lies on the disk: a directory of safetensors and JSON, and what may be wrong with it.
+"""The on-disk format of one checkpoint: a directory of safetensors and JSON files with a manifest.
 
-Its manifest has the size and sha256 of every file and of itself: safetensors does not notice a flipped bit.
-There is no pickle. The directory may come from anywhere, so nothing in it is read before its size is known.
+The manifest holds the size and sha256 of every file and of itself, because safetensors does not detect a
+flipped bit. There is no pickle. The directory may come from an untrusted source, so the size of each file is
+checked before it is read.
 """
 
 from __future__ import annotations
@@ -12,25 +13,42 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from macbook_optimization.durable_files import sync, write_synced
+from macbook_optimization.durable_files import Buffer, FileDigest, sync, write_synced
 from macbook_optimization.errors import CheckpointError, NonFiniteError
+from macbook_optimization.units import MIB
 
 SCHEMA = 2
 Tensors = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> torch tensor
-_MIB = 2**20
-_FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")  # never a path out of the checkpoint
-_MAX_JSON_BYTES = 8 * _MIB  # a thousand slots take 20 KiB
-_MAX_HEADER_BYTES = 4 * _MIB  # a few dozen tensors take a few KiB
+# The suffix is the rank of a process that saves its own part: latents-1.safetensors. Without dots and slashes
+# in the stem, a name can never lead out of the checkpoint's directory.
+_FILE_NAME = re.compile(r"[a-z]+(-[0-9]{1,6})?\.(safetensors|json)")
+_MAX_JSON_BYTES = 8 * MIB  # a thousand slots take 20 KiB
+_MAX_HEADER_BYTES = 4 * MIB  # a few dozen tensors take a few KiB
 _DTYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
     "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
     "torch.uint8": "U8", "torch.bool": "BOOL",
 }  # fmt: skip
+
+
+class Manifest(TypedDict):
+    schema: int
+    step: int
+    files: dict[str, FileDigest]
+    sha256: str  # of the other keys
+
+
+class TensorEntry(TypedDict):
+    """Description of one tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]  # first byte and end, counted from the end of the header
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +58,24 @@ class Checkpoint:
     metadata: dict[str, Any]
 
     def load(self, name: str) -> dict[str, Any]:
+        """Load the tensors of one file; `name` has no extension."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
             return dict(load_file(self.path / f"{name}.safetensors"))
-        except (OSError, SafetensorError) as error:  # also if a trainer at work has just removed it
+        except (OSError, SafetensorError) as error:  # a running trainer may just have removed it
             raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
 
     def load_all(self) -> dict[str, dict[str, Any]]:
-        """The files of the manifest; what else lies there is not ours."""
-        names = [Path(name) for name in _read_manifest(self.path)["files"]]
-        return {name.stem: self.load(name.stem) for name in names if name.suffix == ".safetensors"}
+        """Load every tensor file of the manifest; other files in the directory are ignored."""
+        files = [Path(name) for name in _read_manifest(self.path)["files"]]
+        return {file.stem: self.load(file.stem) for file in files if file.suffix == ".safetensors"}
 
 
 def step_of(path: Path) -> int:
-    found = re.search(r"step-(\d+)", path.name)  # also in the name of one that was set aside
+    """Return the step in a directory's name, also of one that was set aside; -1 if there is none."""
+    found = re.search(r"step-(\d+)", path.name)
     return int(found[1]) if found else -1
 
 
@@ -65,86 +85,98 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_damage(path: Path) -> str | None:
-    """None if every file is what the manifest says; otherwise what is wrong."""
+    """Describe what is wrong with a checkpoint, or return None if every file matches the manifest."""
     try:
-        manifest = _read_manifest(path)
-        for name, expected in manifest["files"].items():
-            if not _FILE_NAME.fullmatch(name) or _size(path / name) != expected["bytes"]:
-                return f"{name} is damaged"
-            if name.endswith(".json") and expected["bytes"] > _MAX_JSON_BYTES:
-                return f"{name} is too large"
-            if _digest(path / name) != expected:
-                return f"{name} is damaged"
-        if not manifest["step"] == open_checkpoint(path).step == step_of(path):
-            return "it is of another step than its name says"
-        return _find_malformed(path, manifest["files"])
+        return _find_damage(path)
     except PermissionError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}") from error
     except FileNotFoundError as error:
         return f"incomplete or unreadable ({Path(error.filename).name} is missing)"
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
-        return "incomplete or unreadable (its manifest or its state makes no sense)"
+        return "incomplete or unreadable (the manifest or the state is invalid)"
     except (OSError, ValueError) as error:
         return f"incomplete or unreadable ({error})"
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises what reading, parsing and looking things up raise; `CheckpointError` at another format."""
+def _find_damage(path: Path) -> str | None:
+    """Do the work of `find_damage`; invalid content raises whatever reading and parsing it raises."""
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
+        if not _FILE_NAME.fullmatch(name) or _file_size(path / name) != expected["bytes"]:
+            return f"{name} is damaged"
+        if name.endswith(".json") and expected["bytes"] > _MAX_JSON_BYTES:
+            return f"{name} is too large"
+        if _digest(path / name) != expected:
+            return f"{name} is damaged"
+    if not manifest["step"] == open_checkpoint(path).step == step_of(path):
+        return "its content belongs to another step than its name"
+    return _find_malformed(path, manifest["files"])
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """Read and verify the manifest.
+
+    A damaged one raises whatever reading and parsing it raises; another format raises `CheckpointError`.
+    """
     file = path / "manifest.json"
-    if _size(file) > _MAX_JSON_BYTES:
+    if _file_size(file) > _MAX_JSON_BYTES:
         raise ValueError("manifest.json is too large")
     text = file.read_text(encoding="utf-8")
-    manifest: dict[str, Any] = json.loads(text)
+    manifest: Manifest = json.loads(text)
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    ours = text == signed(content)
-    if manifest["schema"] != SCHEMA and (ours or "sha256" not in manifest):
+    is_intact = text == signed(content)
+    # An intact manifest of another schema, or one from before manifests were signed, is not damage: setting
+    # it aside would lose a checkpoint that another version can read.
+    if manifest["schema"] != SCHEMA and (is_intact or "sha256" not in manifest):
         raise CheckpointError(
             f"{path} was written in format {manifest['schema']}; this version reads format {SCHEMA}",
             hint="Use the version of trm that wrote it, or --fresh.",
         )
-    if not ours:
+    if not is_intact:
         raise ValueError("manifest.json is damaged")
     return manifest
 
 
 def signed(content: Mapping[str, Any]) -> str:
-    """The one way to write a manifest: even a changed blank in it is seen."""
+    """Return the canonical text of a manifest, with its sha256: even a changed blank is detected."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=2)
 
 
-def _find_malformed(path: Path, names: Mapping[str, Any]) -> str | None:
-    """Who makes a file up can also make up its sha256, so its structure is checked too."""
+def _find_malformed(path: Path, names: Iterable[str]) -> str | None:
+    """Check the structure of the tensor files: a forged file can carry a matching sha256."""
     from safetensors import SafetensorError, safe_open
 
     for name in names:
-        if name.endswith(".safetensors"):
-            with (path / name).open("rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                return f"{name} is malformed (its header has {header_bytes} bytes)"
-            try:
-                with safe_open(path / name, framework="numpy"):
-                    pass
-            except SafetensorError as error:
-                return f"{name} is malformed ({error})"
+        if not name.endswith(".safetensors"):
+            continue
+        with (path / name).open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            return f"{name} is malformed (its header has {header_bytes} bytes)"
+        try:
+            with safe_open(path / name, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            return f"{name} is malformed ({error})"
     return None
 
 
-def _size(path: Path) -> int:
-    """Of a file: a pipe or a device in its place would keep a reader for ever."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+def _file_size(path: Path) -> int:
+    """Return the size of a regular file; reading a pipe or a device in its place might never end."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a file")
-    return found.st_size
+    return status.st_size
 
 
 def write_checkpoint(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+    """Write all files of a checkpoint and sync them. The caller renames the directory when this returns."""
     if directory.exists():
         shutil.rmtree(directory)
     os.mkdir(directory)
     files = {
-        f"{name}.safetensors": write_synced(directory / f"{name}.safetensors", _safetensors(group))
+        f"{name}.safetensors": write_synced(directory / f"{name}.safetensors", _serialize(group))
         for name, group in tensors.items()
     }
     state = json.dumps(metadata, indent=2, allow_nan=False).encode()
@@ -154,36 +186,45 @@ def write_checkpoint(directory: Path, tensors: Tensors, metadata: Mapping[str, A
     sync(directory)
 
 
-def _safetensors(group: Mapping[str, Any]) -> Iterator[Any]:
-    """The file's parts, without a copy of the tensors: carried latents may be most of the memory there is.
-    (The library's `save_file` also copies nothing, but tells a full disk from a bug by a string, and what
-    it wrote would have to be read again to be hashed.) https://github.com/huggingface/safetensors#format"""
+def _serialize(group: Mapping[str, Any]) -> Iterator[Buffer]:
+    """Yield the parts of a safetensors file without copying the tensors: latents can fill most of the memory.
+
+    The library's `save_file` does not copy either, but it reports a full disk only in the text of a generic
+    error, and its output would have to be read again to be hashed.
+    Format: https://github.com/huggingface/safetensors#format
+    """
     import torch
 
-    ordered = sorted(group.items(), key=lambda item: (-item[1].element_size(), item[0]))  # all are aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in ordered:
-        ends = [offset, offset := offset + tensor.nbytes]
-        header[name] = {
-            "dtype": _DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": ends
-        }  # fmt: skip
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
+    # Largest elements first, so that every tensor is aligned to its element size.
+    tensors = sorted(group.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    entries: dict[str, TensorEntry] = {}
+    start = 0
+    for name, tensor in tensors:
+        end = start + tensor.nbytes
+        entries[name] = {
+            "dtype": _DTYPES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for _, tensor in tensors:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_finite(tensors: Tensors) -> None:
-    for group, named in tensors.items():
-        for name, tensor in named.items():
+    """Raise `NonFiniteError` if a tensor holds NaN or Inf."""
+    for group_name, group in tensors.items():
+        for name, tensor in group.items():
             if tensor.is_floating_point() and tensor.numel():
-                least, most = tensor.aminmax()  # takes no memory; NaN comes through
-                if not (least - least == 0 and most - most == 0):
-                    raise NonFiniteError(f"{name} of the {group} is not finite, so it is not saved.")
+                # `isfinite` would allocate a mask as large as the tensor; NaN passes through aminmax.
+                lowest, highest = tensor.aminmax()
+                if not (lowest - lowest == 0 and highest - highest == 0):
+                    raise NonFiniteError(f"{name} of the {group_name} is not finite, so it is not saved.")
 
 
-def _digest(path: Path) -> dict[str, Any]:
+def _digest(path: Path) -> FileDigest:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

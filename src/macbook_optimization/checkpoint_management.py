@@ -1,7 +1,7 @@
-"""The checkpoints of a run: which of them is resumed, which one answers, and which may go.
+"""The checkpoints of a run: saving, choosing the one to resume from, and rotation.
 
-A checkpoint is written aside, synced and renamed, so it is complete or absent. The newest one that passes
-the check wins; one that fails is set aside under a name that says so, never deleted.
+A checkpoint is written under a temporary name, synced and renamed, so it is complete or absent. The newest
+intact one is resumed. A damaged one is renamed so that its name says so, never deleted.
 """
 
 from __future__ import annotations
@@ -35,50 +35,54 @@ from macbook_optimization.durable_files import (
     sync,
 )
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.units import MIB
 
-_MIB = 2**20
-_SPARE_BYTES = _MIB  # for the manifest, the other files of a run, and the file system's own
+_SPARE_BYTES = MIB  # for the manifest, the other files of a run, and the file system's metadata
 _NAME = re.compile(r"step-\d{8,15}")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint as it lies there."""
+    """A checkpoint directory as it was found on disk."""
 
     path: Path
     num_bytes: int
-    damage: str | None
+    damage: str | None  # None: intact
 
 
 class CheckpointManager:
-    """The checkpoints of one run, and which of them answered best.
+    """The checkpoints of one run, and the record of the best one.
 
-    Rotation keeps the last `keep`, the best, and with `keep_every_hours` the first of every so many hours
-    of training, which `metadata["seconds"]` counts.
+    Rotation keeps the last `keep` checkpoints and the best one. With `keep_every_hours`, it also keeps the
+    first checkpoint of every such period of training time, as counted by `metadata["seconds"]`.
     """
 
     def __init__(self, run: Path, keep: int = 3, keep_every_hours: float | None = None) -> None:
         self.directory = run / "checkpoints"
         self.best_file = run / "best"
-        self.keep, self.keep_every_hours = keep, keep_every_hours
+        self.keep = keep
+        self.keep_every_hours = keep_every_hours
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> Checkpoint:
-        """Returns when it is safe on the disk. After an error it may be tried again; earlier checkpoints
-        are untouched, and what is there of this one is complete or absent."""
+        """Write a checkpoint and return when it is safely on disk.
+
+        After an error the call may be repeated: earlier checkpoints are untouched, and this one is complete
+        or absent.
+        """
         path = self.path(step)
         partial = self.directory / f".{path.name}.partial"
         check_finite(tensors)
         complete = {**metadata, "step": step}
         try:
             self.check_space(tensors)
-            if path.is_dir() and (problem := find_damage(path)) is not None:
-                told = _set_aside(path, problem)
+            if path.is_dir() and (damage := find_damage(path)) is not None:
+                report = _set_aside(path, damage)
                 if path.is_dir():
-                    raise CheckpointError(f"Cannot write {path}: {told}")
-            if not path.is_dir():  # otherwise an earlier try got as far as the rename
+                    raise CheckpointError(f"Cannot write {path}: {report}")
+            if not path.is_dir():  # if it exists, an earlier attempt failed after the rename
                 make_directory(self.directory)
                 write_checkpoint(partial, tensors, complete)
                 os.rename(partial, path)
@@ -86,56 +90,60 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise _cannot_write(path, error) from error
-        with suppress(OSError):  # then the next save removes what is too much
+        with suppress(OSError):  # the next save removes what could not be removed now
             self._rotate(path)
         return Checkpoint(path, step, complete)
 
     def check_space(self, tensors: Tensors) -> None:
+        """Raise `CheckpointError` if the disk has no room for these tensors."""
         needed = _SPARE_BYTES + sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
         free = free_bytes(self.directory)
         if free < needed:
             raise CheckpointError(
-                f"A checkpoint needs {needed / _MIB:.1f} MiB, and {free / _MIB:.1f} MiB are free for "
+                f"A checkpoint needs {needed / MIB:.1f} MiB, and {free / MIB:.1f} MiB are free for "
                 f"{self.directory}",
-                hint="Free some disk space; checkpoints.keep says how many stay.",
+                hint="Free some disk space, or keep fewer checkpoints with checkpoints.keep.",
             )
 
     def good_ones(self) -> Iterator[Checkpoint]:
-        """Newest first. Changes nothing, so it may be asked while a trainer is at work."""
+        """Yield the intact checkpoints, newest first. Changes nothing, so a trainer may be running."""
         return (open_checkpoint(path) for path in self._newest_first() if find_damage(path) is None)
 
     def newest_good(self) -> Checkpoint | None:
         return next(self.good_ones(), None)
 
     def abandon_after(self, step: int) -> None:
-        """Those beyond `step` are of a way that is not gone on with."""
+        """Set aside the checkpoints after `step`: they belong to an abandoned continuation."""
         for path in self._newest_first():
             if step_of(path) > step:
-                _set_aside(path, "", "abandoned")
+                _set_aside(path, "", prefix="abandoned")
 
     def recover(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest good one, and what was found damaged on the way to it and set aside. Where none is
-        good nothing moves, so that no later start can take the run for a new one."""
-        for unfinished in self._leftovers():
-            shutil.rmtree(unfinished, ignore_errors=True)
+        """Return the newest intact checkpoint and a report of each newer, damaged one that was set aside.
+
+        If none is intact, nothing is moved: a later start must not mistake the run for a new one.
+        """
+        for leftover in self._leftovers():
+            shutil.rmtree(leftover, ignore_errors=True)
         damaged: dict[Path, str] = {}
         for path in self._newest_first():
-            problem = find_damage(path)
-            if problem is None:
-                return open_checkpoint(path), [_set_aside(bad, why) for bad, why in damaged.items()]
-            damaged[path] = problem
+            damage = find_damage(path)
+            if damage is None:
+                reports = [_set_aside(other, problem) for other, problem in damaged.items()]
+                return open_checkpoint(path), reports
+            damaged[path] = damage
         if damaged:
-            listed = "\n  ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            listed = "\n  ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
             raise CheckpointError(
                 f"Every checkpoint in {self.directory} is damaged:\n  {listed}",
-                hint="Start anew with --fresh, which keeps this run beside the new one.",
+                hint="Start again with --fresh, which keeps this run next to the new one.",
             )
         return None, []
 
     def examine(self) -> Iterator[Found]:
-        """Every checkpoint, newest first, read to its last byte; those that were set aside come last."""
+        """Read every checkpoint completely, newest first, and those that were set aside last."""
         for path in [*self._newest_first(), *sorted(self.directory.glob("*-step-*"))]:
-            with suppress(FileNotFoundError):  # a trainer at work has just removed it
+            with suppress(FileNotFoundError):  # a running trainer has just removed it
                 files = (file for file in path.iterdir() if file.is_file())
                 yield Found(path, sum(file.stat().st_size for file in files), find_damage(path))
 
@@ -143,13 +151,14 @@ class CheckpointManager:
         return max((step_of(path) for path in self._newest_first()), default=None)
 
     def mark_best(self, best: Mapping[str, Any]) -> None:
-        """`best["checkpoint"]` is the name of the checkpoint; the rest says why."""
+        """Record the best checkpoint: `best["checkpoint"]` is its name, the other keys say why."""
         try:
             replace_file(self.best_file, json.dumps(best, indent=2).encode())
         except OSError as error:
             raise _cannot_write(self.best_file, error) from error
 
     def best(self) -> dict[str, Any] | None:
+        """Return the record of the best checkpoint, or None if there is no valid one."""
         try:
             return checked_best(json.loads(self.best_file.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError):
@@ -160,40 +169,40 @@ class CheckpointManager:
         return path.is_dir() and find_damage(path) is None
 
     def best_or_newest(self) -> Checkpoint:
-        """The one to answer with."""
+        """Return the checkpoint to use for inference."""
         best = self.best()
         if best is not None and self.is_good(best["checkpoint"]):
             return open_checkpoint(self.directory / best["checkpoint"])
         newest = self.newest_good()
-        if newest is None:
-            if self._newest_first():
-                raise CheckpointError(
-                    f"{self.directory.parent} has no usable checkpoint: all are damaged",
-                    hint="`trm checkpoint verify` tells what is wrong with each.",
-                )
+        if newest is not None:
+            return newest
+        if self._newest_first():
             raise CheckpointError(
-                f"{self.directory.parent} has no usable checkpoint",
-                hint="Train it first: trm train; `trm runs` lists the runs there are.",
+                f"{self.directory.parent} has no usable checkpoint: all are damaged",
+                hint="`trm checkpoint verify` shows what is wrong with each.",
             )
-        return newest
+        raise CheckpointError(
+            f"{self.directory.parent} has no usable checkpoint",
+            hint="Train it first: trm train; `trm runs` lists the existing runs.",
+        )
 
     def _newest_first(self) -> list[Path]:
         named = (path for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name))
         return sorted((path for path in named if path.is_dir()), key=step_of, reverse=True)
 
     def _leftovers(self) -> list[Path]:
-        """Of processes that were killed while they saved or removed."""
+        """Return the directories of processes that were killed while they saved or removed a checkpoint."""
         return [path for end in ("partial", "removed") for path in self.directory.glob(f".step-*.{end}")]
 
     def _rotate(self, newest: Path) -> None:
-        """Removes nothing before the newest one was read back and found good."""
+        """Remove surplus checkpoints, but only after the newest one was read back and found intact."""
         surplus = [path for path in self._surplus() if path != newest]
         if not surplus:
             return
-        problem = find_damage(newest)
-        if problem is not None:
+        damage = find_damage(newest)
+        if damage is not None:
             raise CheckpointError(
-                f"What was just saved reads back otherwise: {_set_aside(newest, problem)}",
+                f"The new checkpoint differs from what was written: {_set_aside(newest, damage)}",
                 hint="The disk or the memory of this machine may be failing. Earlier checkpoints are kept.",
             )
         for path in surplus:
@@ -204,46 +213,65 @@ class CheckpointManager:
         best = self.best()
         kept = {step_of(Path(best["checkpoint"]))} if best else set()
         if self.keep_every_hours is not None:
-            kept |= _first_of_every(self.keep_every_hours * 3600, self._seconds(paths))
+            kept |= _first_of_each_period(self.keep_every_hours * 3600, _training_seconds(paths))
         return [paths[step] for step in surplus_steps(sorted(paths), self.keep, kept)]
-
-    def _seconds(self, paths: Mapping[int, Path]) -> dict[int, float]:
-        """Of training until each checkpoint; a damaged one does not say, and stays."""
-        found = {}
-        for step, path in paths.items():
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                found[step] = float(open_checkpoint(path).metadata["seconds"])
-        return {step: seconds for step, seconds in found.items() if math.isfinite(seconds)}
 
 
 def checked_best(content: Any) -> dict[str, Any] | None:
-    """What says which checkpoint answered best, if it makes sense."""
-    if not isinstance(content, dict) or not isinstance(content.get("exact_accuracy", 0.0), (int, float)):
-        return None
-    name = content.get("checkpoint")
+    """Return the record of the best checkpoint if it is valid, else None.
+
+    It must name a checkpoint, and every number in it must be finite. Which metrics it holds is up to the
+    caller.
+    """
+    try:
+        is_valid = isinstance(content, dict) and _is_finite_json(content)
+    except RecursionError:
+        is_valid = False
+    name = content.get("checkpoint") if is_valid else None
     return content if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
+def _is_finite_json(value: object) -> bool:
+    """Whether this is JSON in the strict sense: Python's parser also accepts NaN and Infinity."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_finite_json(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_finite_json(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | int)
+
+
 def surplus_steps(steps: Sequence[int], keep: int, kept: set[int]) -> list[int]:
-    """Which of these, in rising order, rotation removes."""
+    """Return which of these steps, in ascending order, rotation removes."""
     return [step for step in steps[:-keep] if step not in kept]
 
 
-def _first_of_every(seconds: float, trained: Mapping[int, float]) -> set[int]:
+def _training_seconds(paths: Mapping[int, Path]) -> dict[int, float]:
+    """Return the training time at each checkpoint; a damaged one is left out."""
+    seconds = {}
+    for step, path in paths.items():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            seconds[step] = float(open_checkpoint(path).metadata["seconds"])
+    return {step: value for step, value in seconds.items() if math.isfinite(value)}
+
+
+def _first_of_each_period(period_seconds: float, trained_seconds: Mapping[int, float]) -> set[int]:
     first: dict[int, int] = {}
-    for step in sorted(trained):
-        first.setdefault(int(trained[step] // seconds), step)
+    for step in sorted(trained_seconds):
+        first.setdefault(int(trained_seconds[step] // period_seconds), step)
     return set(first.values())
 
 
-def _set_aside(path: Path, why: str, as_what: str = "damaged") -> str:
-    names = (f"{as_what}-{path.name}" + (f".{n}" if n else "") for n in count())
+def _set_aside(path: Path, reason: str, prefix: str = "damaged") -> str:
+    """Rename a checkpoint so that it is no longer used, and describe what happened."""
+    names = (f"{prefix}-{path.name}" + (f".{n}" if n else "") for n in count())
     target = next(new for name in names if not (new := path.with_name(name)).exists())
     try:
         os.rename(path, target)
     except OSError as error:
-        return f"{path.name}: {why}; it stays where it is ({error.strerror})"
-    return f"{path.name}: {why}; it is now {target.name}"
+        return f"{path.name}: {reason}; it could not be renamed ({error.strerror})"
+    return f"{path.name}: {reason}; it is now {target.name}"
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from macbook_optimization import checkpoint_files, checkpoint_management
 from macbook_optimization.checkpoint_files import find_damage, signed, step_of
-from macbook_optimization.checkpoint_management import CheckpointManager, surplus_steps
+from macbook_optimization.checkpoint_management import CheckpointManager, checked_best, surplus_steps
 from macbook_optimization.errors import CheckpointError, NonFiniteError
 
 
@@ -25,7 +25,7 @@ def manager(tmp_path):
     return CheckpointManager(tmp_path, keep=2)
 
 
-def test_what_was_saved_is_loaded(manager):
+def test_a_saved_checkpoint_can_be_loaded(manager):
     save(manager, 3)
     found = manager.newest_good()
     assert (found.step, found.metadata["note"]) == (3, "x")
@@ -53,14 +53,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(manager, n
     else:
         path.unlink()
     assert manager.newest_good().step == 1
-    assert path.parent.is_dir(), "only a trainer sets checkpoints aside"
+    assert path.parent.is_dir(), "only a trainer may set checkpoints aside"
     found, problems = manager.recover()
     assert found.step == 1
     assert len(problems) == 1
     assert (manager.directory / "damaged-step-00000002").is_dir()
 
 
-def test_no_bit_flip_goes_unnoticed(manager):
+def test_every_bit_flip_is_detected(manager):
     path = save(manager, 1).path / "weights.safetensors"
     content = path.read_bytes()
     for bit in range(0, 8 * len(content), 97):
@@ -75,7 +75,7 @@ def test_no_bit_flip_goes_unnoticed(manager):
     keep=st.integers(1, 5),
     kept=st.sets(st.integers(0, 1000), max_size=3),
 )
-def test_rotation_never_removes_the_newest_or_what_is_to_be_kept(steps, keep, kept):
+def test_rotation_never_removes_the_newest_or_a_kept_checkpoint(steps, keep, kept):
     removed = surplus_steps(sorted(steps), keep, kept)
     left = steps - set(removed)
     assert set(sorted(steps)[-keep:]) <= left
@@ -83,15 +83,15 @@ def test_rotation_never_removes_the_newest_or_what_is_to_be_kept(steps, keep, ke
     assert len(left) <= keep + len(kept)
 
 
-def test_one_checkpoint_of_every_so_many_hours_stays_for_good(tmp_path):
+def test_the_first_checkpoint_of_every_n_hours_is_kept(tmp_path):
     manager = CheckpointManager(tmp_path, keep=1, keep_every_hours=2)
     for step, hours in enumerate([0.5, 1.9, 2.1, 3.0, 3.9, 6.5, 7.0]):
         manager.save(step, {"weights": {"w": torch.zeros(3)}}, {"seconds": hours * 3600})
     assert [step_of(path) for path in manager._newest_first()] == [6, 5, 2, 0]
 
 
-def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch):
-    """A disk that returns something else than was written."""
+def test_nothing_is_removed_before_the_newest_is_read_back(manager, monkeypatch):
+    """The disk returns other bytes than were written."""
     save(manager, 1)
     save(manager, 2)
     real = checkpoint_files.write_synced
@@ -103,15 +103,15 @@ def test_nothing_is_removed_before_the_newest_was_read_back(manager, monkeypatch
         return written
 
     monkeypatch.setattr(checkpoint_files, "write_synced", failing)
-    with pytest.raises(CheckpointError, match="reads back otherwise") as caught:
+    with pytest.raises(CheckpointError, match="differs from what was written") as caught:
         save(manager, 3)
     assert "failing" in caught.value.hint
     assert [step_of(path) for path in manager._newest_first()] == [2, 1]
     assert (manager.directory / "damaged-step-00000003").is_dir()
 
 
-def test_the_library_reads_back_what_is_written(manager):
-    """Every type, empty and scalar tensors, and one that does not lie in order."""
+def test_the_safetensors_library_reads_what_is_written(manager):
+    """Every dtype, empty and scalar tensors, and one that is not contiguous."""
     kinds = [getattr(torch, name.removeprefix("torch.")) for name in checkpoint_files._DTYPES]
     tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "across": torch.rand(3, 5).T}
@@ -124,13 +124,13 @@ def test_the_library_reads_back_what_is_written(manager):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_not_saved(manager, value):
+def test_nan_and_inf_are_not_saved(manager, value):
     with pytest.raises(NonFiniteError, match="w of the weights is not finite"):
         manager.save(1, {"weights": {"w": torch.tensor([1.0, value, 2.0])}}, {})
     assert not manager.directory.exists()
 
 
-def test_a_save_that_was_renamed_but_not_synced_is_not_called_saved_and_can_be_repeated(manager, monkeypatch):
+def test_a_save_whose_final_sync_fails_is_an_error_and_can_be_repeated(manager, monkeypatch):
     real = checkpoint_management.sync
 
     def fail(path):
@@ -145,21 +145,21 @@ def test_a_save_that_was_renamed_but_not_synced_is_not_called_saved_and_can_be_r
     assert save(manager, 1).step == manager.newest_good().step == 1
 
 
-def test_a_damaged_checkpoint_of_this_step_makes_way(manager):
+def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(manager):
     (save(manager, 1).path / "state.json").write_text("{}")
     assert save(manager, 1).step == manager.newest_good().step == 1
     assert (manager.directory / "damaged-step-00000001").is_dir()
 
 
-def test_what_was_just_saved_is_never_removed(tmp_path):
-    """A later one that is damaged, and could not be set aside, counts as one of the last."""
+def test_the_checkpoint_just_saved_is_never_removed(tmp_path):
+    """A damaged checkpoint of a later step, which could not be set aside, counts towards `keep`."""
     manager = CheckpointManager(tmp_path, keep=1)
     (save(manager, 9).path / "state.json").write_text("{}")
     save(manager, 5)
     assert manager.newest_good().step == 5
 
 
-def test_whatever_a_disk_answers_is_no_crash(manager, monkeypatch):
+def test_a_disk_error_is_a_checkpoint_error(manager, monkeypatch):
     save(manager, 1)
     manager.best_file.mkdir()
     assert manager.best() is None
@@ -173,7 +173,7 @@ def test_whatever_a_disk_answers_is_no_crash(manager, monkeypatch):
         save(manager, 3)
 
 
-def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(manager):
+def test_loading_a_checkpoint_that_has_been_removed_is_an_error(manager):
     checkpoint = save(manager, 1)
     shutil.rmtree(checkpoint.path)
     with pytest.raises(CheckpointError, match="no readable weights"):
@@ -188,7 +188,7 @@ def test_abandoned_checkpoints_are_set_aside(manager):
     assert [found.path.name for found in manager.examine()] == ["step-00000001", "abandoned-step-00000002"]
 
 
-def test_an_unfinished_save_is_no_checkpoint(manager):
+def test_an_unfinished_save_is_ignored_and_removed(manager):
     save(manager, 1)
     partial = manager.directory / ".step-00000002.partial"
     partial.mkdir()
@@ -206,10 +206,10 @@ def test_a_saved_step_is_never_overwritten(manager):
     assert manager.newest_good().load("weights")["w"].tolist() == [1.0] * 50
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_by_itself(manager):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(manager):
     for step in (1, 2):
         (save(manager, step).path / "state.json").write_text("{}")
-    for _ in range(2):  # not at the second start, either
+    for _ in range(2):  # nor on the second start
         with pytest.raises(CheckpointError, match="Every checkpoint") as caught:
             manager.recover()
     assert "--fresh" in caught.value.hint
@@ -236,18 +236,58 @@ def test_a_checkpoint_of_another_format_is_refused_and_left_alone(manager):
 @pytest.mark.parametrize(
     "content", ["[]", "3", '{"schema": 2, "files": 7}', '{"schema": 2}', "\\x00", "[" * 100_000]
 )
-def test_a_manifest_that_makes_no_sense_is_damage(manager, content):
+def test_an_invalid_manifest_is_damage(manager, content):
     path = save(manager, 1).path
     (path / "manifest.json").write_text(content)
     assert find_damage(path).startswith("incomplete or unreadable")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}'])
-def test_a_best_file_that_makes_no_sense_is_no_best(manager, content):
+INVALID_BEST = [
+    "",
+    "[]",
+    '{"x": 1}',
+    '{"checkpoint": "../../elsewhere"}',
+    '{"checkpoint": "step-00000001", "accuracy": NaN}',
+    '{"checkpoint": "step-00000001", "per_class": [0.5, {"loss": Infinity}]}',
+]
+
+
+@pytest.mark.parametrize("content", INVALID_BEST)
+def test_an_invalid_best_file_is_ignored(manager, content):
     save(manager, 1)
     manager.best_file.write_text(content)
     assert manager.best() is None
     assert manager.best_or_newest().step == 1
+
+
+def test_the_best_file_may_hold_any_finite_metrics():
+    for best in (
+        {"checkpoint": "step-00000001"},
+        {"checkpoint": "step-00000001", "exact_accuracy": 0.5, "judged_by": {"depth": 16}},  # older runs
+        {"checkpoint": "step-00000001", "exact_accuracy": None, "macro_f1": 1, "per_class": [0.25, 1.0]},
+    ):
+        assert checked_best(best) == best
+
+
+def test_deeply_nested_content_is_not_a_best_checkpoint():
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert checked_best({"checkpoint": "step-00000001", "x": nested}) is None
+
+
+def test_ranks_can_save_files_of_their_own(manager):
+    groups = {name: {"w": torch.zeros(3)} for name in ("weights", "latents-0", "latents-12")}
+    saved = manager.save(1, groups, {})
+    assert find_damage(saved.path) is None
+    assert saved.load_all().keys() == groups.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["latents-.safetensors", "latents-1/../x.json", "../latents-1.json", "-1.json", "a-b.safetensors"]
+)
+def test_file_names_in_a_manifest_never_lead_out_of_the_checkpoint(name):
+    assert not checkpoint_files._FILE_NAME.fullmatch(name)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
@@ -256,7 +296,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
         save(CheckpointManager(tmp_path), 1)
 
 
-def test_a_run_without_checkpoints_says_what_to_do(manager):
+def test_a_run_without_checkpoints_is_an_error_with_a_hint(manager):
     assert manager.newest_good() is None
     with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
         manager.best_or_newest()
