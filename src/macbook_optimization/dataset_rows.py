@@ -1,10 +1,13 @@
-"""Rows of a dataset in any order, however large it is.
+"""Random access to the rows of a dataset of any size.
 
-Training asks for a few rows all over the set at every step. A small set is held in memory. A larger one is
-mapped: the system is asked for the next step's rows while this one computes, and what was looked at is given
-back at once, because Linux maps up to megabytes around a row and counts them as ours. The largest are read
-row by row: a thread reads what the next step will ask for, and rows that were used lately are kept within a
-budget. All three give the same rows, so one may take another's place in the middle of a run.
+Training needs a few rows from all over the dataset per step. There are three strategies, which return the
+same rows, so a run can switch from one to another:
+
+- "memory": a small dataset is loaded completely.
+- "mapped": a larger one is memory-mapped. The rows of the next step are prefetched during this one, and pages
+  are released after use, because Linux maps up to megabytes around a row and counts them as process memory.
+- "streaming": the largest are read row by row. A thread reads the rows of the next step, and recently used
+  rows are cached within a budget.
 """
 
 from __future__ import annotations
@@ -22,19 +25,20 @@ from numpy.typing import NDArray
 
 from macbook_optimization.dataset_files import AGAIN, ArrayFile
 from macbook_optimization.errors import DataError
-from macbook_optimization.memory_management import return_freed_memory
+from macbook_optimization.memory_readings import return_freed_memory
 
 IntArray = NDArray[np.int64]
-Row = tuple[NDArray[Any], NDArray[Any]]  # of inputs and of labels
+Row = tuple[NDArray[Any], NDArray[Any]]  # inputs and labels of one example
 
-_ROWS = 64  # of a map that are looked at before it is given back
+_ROWS_PER_RELEASE = 64  # rows read from a map before its pages are released
 
 
 class RowReader:
     """Inputs and labels of a split; `strategy` is "memory", "mapped" or "streaming"."""
 
     def __init__(self, arrays: Mapping[str, ArrayFile], strategy: str, cache_bytes: int = 0) -> None:
-        self.files, self.cache = (arrays["inputs"], arrays["labels"]), RowCache(cache_bytes)
+        self.files = (arrays["inputs"], arrays["labels"])
+        self.cache = RowCache(cache_bytes)
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
         self.descriptors: tuple[int, ...] = ()
@@ -55,14 +59,15 @@ class RowReader:
             self.pool = ThreadPoolExecutor(1, "read-ahead")
 
     def take(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies of these rows, (n, L) each."""
+        """Return copies of these rows, each of shape (n, L)."""
         if self.strategy == "memory":
             return self.arrays[0][examples], self.arrays[1][examples]
         if self.arrays:
-            parts = [self._mapped(some) for some in np.array_split(examples, -(-len(examples) // _ROWS) or 1)]
+            num_parts = max(1, -(-len(examples) // _ROWS_PER_RELEASE))
+            parts = [self._take_mapped(part) for part in np.array_split(examples, num_parts)]
             return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         if self.pending is not None:
-            self.pending.result()  # raises here what was raised there
+            self.pending.result()  # raises the exceptions of the reading thread
             self.pending = None
         rows = [self._row(int(example)) for example in examples]
         return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
@@ -72,15 +77,15 @@ class RowReader:
         return self.strategy != "memory"
 
     def ahead(self, examples: IntArray) -> None:
-        """These will be asked for next. Without it they come as well, only later."""
+        """Prefetch the rows of the next `take`. This is optional: it only makes that call faster."""
         if self.pool is not None and self.pending is None:
-            self.pending = self.pool.submit(self._fill, examples)
+            self.pending = self.pool.submit(self._fill_cache, examples)
         elif self.strategy == "mapped":
             for file, array in zip(self.files, self.arrays, strict=True):
-                ask_for(array, file, examples)
+                prefetch_rows(array, file, examples)
 
     def fall_back(self) -> bool:
-        """Gives the set's memory back when there is none to spare; False if there is nothing to give."""
+        """Release the memory of a loaded dataset by mapping it; return False if it is not loaded."""
         if self.strategy != "memory":
             return False
         self._use("mapped")
@@ -95,13 +100,13 @@ class RowReader:
             os.close(descriptor)
         self.descriptors = ()
 
-    def _mapped(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
-        found = self.arrays[0][examples], self.arrays[1][examples]
+    def _take_mapped(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        rows = self.arrays[0][examples], self.arrays[1][examples]
         for array in self.arrays:
-            give_back(array)
-        return found
+            release_pages(array)
+        return rows
 
-    def _fill(self, examples: IntArray) -> None:
+    def _fill_cache(self, examples: IntArray) -> None:
         for example in examples:
             self._row(int(example))
 
@@ -114,33 +119,34 @@ class RowReader:
 
     def _read(self, which: int, example: int) -> NDArray[Any]:
         file = self.files[which]
-        place = file.offset + example * file.row_bytes
+        position = file.offset + example * file.row_bytes
         try:
-            content = os.pread(self.descriptors[which], file.row_bytes, place)
+            content = os.pread(self.descriptors[which], file.row_bytes, position)
         except OSError as error:
             raise DataError(f"Cannot read {file.path}: {error.strerror}") from error
-        if len(content) < file.row_bytes:  # it was whole when its header was read
+        if len(content) < file.row_bytes:  # the file had the right size when its header was read
             raise DataError(f"{file.path} was truncated while it was in use", hint=AGAIN)
         return np.frombuffer(content, file.dtype)
 
 
-def give_back(array: NDArray[Any]) -> None:
-    """The pages of a map; the system keeps them as long as it has room, and they no longer count as ours."""
-    if (pages := _pages_of(array)) is not None:
+def release_pages(array: NDArray[Any]) -> None:
+    """Stop counting the pages of a map as memory of this process; the system may still cache them."""
+    if (pages := _mmap_of(array)) is not None:
         pages.madvise(mmap.MADV_DONTNEED)
 
 
-def ask_for(array: NDArray[Any], file: ArrayFile, examples: IntArray) -> None:
-    """These rows of a map: the system begins to read them, and nobody waits."""
-    if file.fortran_order or (pages := _pages_of(array)) is None:
+def prefetch_rows(array: NDArray[Any], file: ArrayFile, examples: IntArray) -> None:
+    """Request these rows of a map: the system starts to read them, and the call returns immediately."""
+    if file.fortran_order or (pages := _mmap_of(array)) is None:
         return
-    first = file.offset % mmap.ALLOCATIONGRANULARITY + examples * file.row_bytes
-    for start in first.tolist():
+    # NumPy maps from the allocation boundary below the first row, so positions are relative to that.
+    first_bytes = file.offset % mmap.ALLOCATIONGRANULARITY + examples * file.row_bytes
+    for start in first_bytes.tolist():
         page = start - start % mmap.PAGESIZE
         pages.madvise(mmap.MADV_WILLNEED, page, start + file.row_bytes - page)
 
 
-def _pages_of(array: NDArray[Any]) -> mmap.mmap | None:
+def _mmap_of(array: NDArray[Any]) -> mmap.mmap | None:
     base: Any = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = getattr(base, "base", None)
@@ -148,10 +154,11 @@ def _pages_of(array: NDArray[Any]) -> mmap.mmap | None:
 
 
 class RowCache:
-    """The rows that were used last, as many as fit the budget. Two threads use it."""
+    """The most recently used rows, up to a budget. It is shared by two threads."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.bytes = 0
         self.rows: OrderedDict[int, Row] = OrderedDict()
         self.lock = threading.Lock()
 
@@ -165,12 +172,12 @@ class RowCache:
     def put(self, example: int, row: Row) -> None:
         with self.lock:
             if example not in self.rows:
-                self.bytes += _size(row)
+                self.bytes += _num_bytes(row)
             self.rows[example] = row
             while self.bytes > self.max_bytes and len(self.rows) > 1:
                 _, oldest = self.rows.popitem(last=False)
-                self.bytes -= _size(oldest)
+                self.bytes -= _num_bytes(oldest)
 
 
-def _size(row: Row) -> int:
+def _num_bytes(row: Row) -> int:
     return row[0].nbytes + row[1].nbytes

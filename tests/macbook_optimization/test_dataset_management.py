@@ -275,7 +275,7 @@ def test_no_changed_byte_of_a_header_is_a_crash(dataset):
     [
         ("labels", lambda a: a[:-1], r"all__labels\.npy has 30 rows instead of 31 to fit all__inputs\.npy"),
         ("puzzle_indices", lambda a: a[:-1], r"all__puzzle_indices\.npy has 8 rows instead of 9"),
-        ("puzzle_identifiers", lambda a: a[:, None], "shape .8, 1. instead of one number a row"),
+        ("puzzle_identifiers", lambda a: a[:, None], "shape .8, 1. instead of one number per row"),
         ("group_indices", lambda a: a[:0], r"all__group_indices\.npy is empty"),
         ("inputs", lambda a: a[:, :0], r"all__inputs\.npy is empty"),
         ("inputs", lambda a: a.astype(np.float32), "float32 instead of rows of integers"),

@@ -117,7 +117,7 @@ def test_a_hog_shrinks_the_batch_to_what_fits_and_its_end_grows_it_back():
     machine.available = 0  # 2 GiB are left for us: 1 GiB fixed, and 0.9 of the whole
     found = machine.look()
     assert (found.before, found.after) == (16, 12)
-    assert "2,048 MiB are left" in found.reason
+    assert "2,048 MiB is left" in found.reason
     machine.available = 10 * GIB
     assert machine.sizes(40)[-1] == 16
 
@@ -156,7 +156,7 @@ def test_growing_swap_and_a_process_over_its_budget_shrink_the_batch():
     assert machine.look(10) is None, "swap that is full but rests is no pressure"
     machine.manager.budget_bytes = 2 * GIB
     machine.process = 3 * GIB
-    assert "occupies 3,072 of 2,048 MiB" in machine.look().reason
+    assert "uses 3,072 of 2,048 MiB" in machine.look().reason
 
 
 def test_readings_between_the_thresholds_neither_shrink_nor_grow():
