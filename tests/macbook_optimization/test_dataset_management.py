@@ -1,11 +1,7 @@
 """However a dataset is read, the rows are the same, memory is bounded, and damage is named."""
 
-import json
 import os
-import resource
-import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 
@@ -14,6 +10,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_datasets import assert_same, expected, together, write_set
 from tiny import sudoku_dataset
 
 from macbook_optimization.dataset_files import FIELDS
@@ -22,7 +19,6 @@ from macbook_optimization.dataset_management import (
     DatasetManager,
     DatasetSettings,
     choose_strategy,
-    narrowest_dtype,
 )
 from macbook_optimization.errors import ConfigError, DataError
 from trm.tasks.base import open_split
@@ -34,45 +30,9 @@ STRATEGIES = {
 }
 
 
-def write_set(directory, examples_per_puzzle, row_len=16, dtype=np.uint8, seed=0):
-    """Puzzles of several examples each, with identifiers that are not their numbers."""
-    rng = np.random.default_rng(seed)
-    count = sum(examples_per_puzzle)
-    arrays = {
-        "inputs": rng.integers(0, 100, (count, row_len)).astype(dtype),
-        "labels": rng.integers(0, 100, (count, row_len)).astype(dtype),
-        "puzzle_identifiers": np.arange(len(examples_per_puzzle), dtype=np.int32) * 3 + 5,
-        "puzzle_indices": np.cumsum([0, *examples_per_puzzle], dtype=np.int32),
-        "group_indices": np.array([0, len(examples_per_puzzle)], dtype=np.int32),
-    }
-    for split in ("train", "test"):
-        (directory / split).mkdir(parents=True)
-        (directory / split / "dataset.json").write_text('{"sets": ["all"]}')
-        for field, array in arrays.items():
-            np.save(directory / split / f"all__{field}.npy", array)
-    return directory
-
-
 @pytest.fixture
 def dataset(tmp_path):
     return write_set(tmp_path / "set", [3, 1, 4, 1, 5, 9, 2, 6])
-
-
-def together(batches):
-    batches = list(batches)
-    return {field: np.concatenate([batch[field] for batch in batches]) for field in batches[0]}
-
-
-def expected(dataset, split="train"):
-    arrays = {field: np.load(dataset / split / f"all__{field}.npy") for field in FIELDS}
-    identifiers = np.repeat(arrays["puzzle_identifiers"], np.diff(arrays["puzzle_indices"]))
-    return {"inputs": arrays["inputs"], "labels": arrays["labels"], "puzzle_identifiers": identifiers}
-
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for field in wanted:
-        np.testing.assert_array_equal(found[field], wanted[field])
 
 
 def readers():
@@ -310,125 +270,6 @@ def test_settings_that_cannot_work_are_refused_all_at_once(dataset):
     assert all(name in str(caught.value) for name in ("chunk_size_mb", "cache_thr", "streaming_thr"))
     with pytest.raises(ConfigError, match="batch_size is 0"):
         DatasetManager().create_memory_efficient_dataloader(dataset, 0)
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
-def test_a_cache_holds_the_same_rows_in_the_narrowest_type(tmp_path, chunk_rows):
-    dataset = write_set(tmp_path / "set", [2, 3], dtype=np.int64)
-    path = dataset / "train" / "all__labels.npy"
-    labels = np.load(path)
-    labels[1, 2] = -100
-    np.save(path, np.asfortranarray(labels))
-    manager = DatasetManager(DatasetSettings(chunk_size_mb=chunk_rows * 128 / MIB))
-    cache = manager.preprocess_and_cache(dataset, tmp_path / "cache")
-    assert_same(expected(cache), expected(dataset))
-    assert_same(expected(cache, "test"), expected(dataset, "test"))
-    mapped = {field: np.load(cache / "train" / f"all__{field}.npy", mmap_mode="r") for field in FIELDS}
-    assert mapped["labels"].dtype == np.int8
-    assert all(mapped[field].dtype == np.uint8 for field in FIELDS if field != "labels")
-    assert all(array.flags.c_contiguous for array in mapped.values())
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_progress_counts_up_to_the_end_whoever_works(dataset, tmp_path, workers):
-    heard = []
-    settings = DatasetSettings(chunk_size_mb=1e-3, preprocessing_workers=workers)
-    DatasetManager(settings).preprocess_and_cache(dataset, tmp_path, lambda *told: heard.append(told))
-    done = [told[1] for told in heard]
-    assert len(done) > 10
-    assert done == sorted(done)
-    assert done[-1] == heard[-1][2]
-
-
-def test_a_cached_dataset_is_a_dataset(tmp_path):
-    dataset = sudoku_dataset(tmp_path / "sudoku")
-    cache = DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
-    assert json.loads((cache / "identifiers.json").read_text()) == ["<blank>"]
-    for name in ("train", "test"):
-        np.testing.assert_array_equal(open_split(cache, name).inputs, open_split(dataset, name).inputs)
-
-
-def test_a_second_call_finds_the_cache_and_writes_nothing(dataset, tmp_path):
-    first = DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
-    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    assert DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache") == first
-    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name]
-    assert len(first.name) == 64
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_cache_is_named_when_it_is_opened_and_made_again(dataset, tmp_path, damage):
-    manager = DatasetManager()
-    cache = manager.preprocess_and_cache(dataset, tmp_path / "cache")
-    file = cache / "train" / "all__labels.npy"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    if damage == "delete":
-        file.unlink()
-    else:
-        file.write_bytes(content if damage == "flip" else content[:-1])
-    with pytest.raises(DataError, match=r"all__labels\.npy"):
-        manager.create_memory_efficient_dataloader(cache, 4)
-    assert manager.preprocess_and_cache(dataset, tmp_path / "cache") == cache
-    assert_same(expected(cache), expected(dataset))
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
-
-
-def test_a_changed_dataset_has_another_cache_and_a_copy_the_same(dataset, tmp_path):
-    manager = DatasetManager()
-    first = manager.preprocess_and_cache(dataset, tmp_path / "cache")
-    copy = shutil.copytree(dataset, tmp_path / "copy")
-    assert manager.preprocess_and_cache(copy, tmp_path / "cache") == first
-    labels = np.load(copy / "test" / "all__labels.npy")
-    labels[0, 0] += 1
-    np.save(copy / "test" / "all__labels.npy", labels)
-    assert manager.preprocess_and_cache(copy, tmp_path / "cache") != first
-
-
-def test_an_interrupted_call_leaves_nothing_that_is_taken_for_a_cache(dataset, tmp_path):
-    """Killed while it wrote: what it left lies under another name, and the next call clears it away."""
-    cache = DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
-    gone = next(pid for pid in range(2**22, 2, -1) if not psutil.pid_exists(pid))
-    left = cache.rename(cache.with_name(f".{cache.name}.{gone}-1.partial"))
-    (left / "test" / "all__labels.npy").unlink()
-    assert DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache") == cache
-    assert_same(expected(cache, "test"), expected(dataset, "test"))
-    assert not left.exists()
-
-
-def test_a_cache_that_could_not_be_written_is_absent(dataset, tmp_path):
-    """A limit on the size of files stands for a full disk."""
-    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
-        with pytest.raises(DataError, match="Cannot cache"):
-            DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_calls_at_the_same_time_make_one_cache(dataset, tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        calls = [
-            pool.submit(DatasetManager().preprocess_and_cache, dataset, tmp_path / "cache") for _ in range(24)
-        ]
-    (cache,) = {call.result() for call in calls}
-    assert list((tmp_path / "cache").iterdir()) == [cache]
-    assert_same(expected(cache), expected(dataset))
-
-
-@given(least=st.integers(-(2**63), 2**63 - 1), size=st.integers(0, 2**63 - 1))
-def test_the_narrowest_type_holds_the_values_and_half_of_it_does_not(least, size):
-    most = min(least + size, 2**63 - 1)
-    dtype = narrowest_dtype(least, most)
-    assert np.iinfo(dtype).min <= least
-    assert most <= np.iinfo(dtype).max
-    if dtype.itemsize > 1:
-        for kind in "iu":
-            half = np.iinfo(f"{kind}{dtype.itemsize // 2}")
-            assert least < half.min or most > half.max
 
 
 def test_examples_of_a_stream_do_not_keep_their_chunk(dataset):
