@@ -1,7 +1,7 @@
-"""How the machine fares while it works: load, memory and heat.
+"""Load, memory, temperature and power of the machine while it works.
 
-Temperatures exist on Linux only. A Mac tells its thermal level and, with an Intel processor, by how much that
-is slowed down; neither takes root. What is not told is `None`.
+Temperatures are reported on Linux only. A Mac reports a thermal level and, with an Intel processor, a speed
+limit; neither requires root. A value that the system does not report is `None`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -26,29 +26,47 @@ from macbook_optimization.hardware_detection import (
     on_macos,
 )
 
-# hwmon names of sensors in or beside the processor; the others sit on disks, radios and batteries.
+# Measurements are unreliable while other programs use more than this share of all cores.
+BUSY_PERCENT = 25
+# hwmon names of sensors in or near the processor; other sensors are on disks, radios and batteries.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")
-_SLOWED_DOWN = ("heavy", "trapping", "sleeping")
+_THROTTLED_LEVELS = ("heavy", "trapping", "sleeping")
 
 
 @dataclass(frozen=True, slots=True)
-class ThermalState:
+class ThermalState(Mapping[str, bool | float | str | None]):
+    """Temperature and throttling, as attributes and as a mapping: `state["is_throttling"]`."""
+
     is_throttling: bool | None
-    temperature: float | None  # degrees Celsius of the hottest sensor at the processor
-    level: str | None  # macOS's word: nominal, moderate, heavy, trapping, sleeping
+    temperature: float | None  # degrees Celsius, of the hottest sensor near the processor
+    level: str | None  # on macOS: nominal, moderate, heavy, trapping, sleeping
     speed_limit_percent: int | None
 
-    def __getitem__(self, name: str) -> bool | float | int | str | None:
-        if name not in {field.name for field in fields(self)}:
+    def __getitem__(self, name: str) -> bool | float | str | None:
+        if name not in tuple(self):
             raise KeyError(name)
-        value: bool | float | int | str | None = getattr(self, name)
+        value: bool | float | str | None = getattr(self, name)
         return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def is_too_hot(self, limit_celsius: float) -> bool | None:
+        """Whether the processor is above the limit or throttling; None if the system reports neither."""
+        if self.temperature is not None and self.temperature > limit_celsius:
+            return True
+        if self.temperature is None and self.is_throttling is None:
+            return None
+        return bool(self.is_throttling)
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceSample:
     time: float  # time.monotonic()
-    cpu_percent: float  # of all cores, since the sample before
+    cpu_percent: float  # of all cores, since the previous sample
     process_cpu_percent: float  # of one core, so it may exceed 100
     rss_bytes: int
     available_bytes: int
@@ -65,11 +83,44 @@ class Reading(Protocol):
     def high(self) -> float | None: ...
 
 
-class BackgroundMonitor:
-    """Looks in a background thread, and only between start and stop.
+@dataclass(frozen=True, slots=True)
+class LoadReading:
+    """CPU time between two readings, in cores: 1.5 is one and a half cores kept busy."""
 
-    It observes and never acts: the training loop reads the latest look at a step boundary and decides.
-    A second thread that changed the batch size would race the step that is using it.
+    cores: int  # logical cores of the machine
+    own_cores: float  # used by this process
+    other_cores: float  # used by all other processes
+
+    @property
+    def other_percent(self) -> float:
+        """The load of other processes, in percent of all cores."""
+        return 100 * self.other_cores / self.cores
+
+
+class CpuLoad:
+    """Measures how busy this and other processes keep the CPU. Create it once and read it regularly.
+
+    The first period starts at construction. psutil keeps the time of the last machine-wide reading per
+    thread, so read from one thread only, in which nothing else calls `psutil.cpu_percent`.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.read()  # psutil measures since the previous call
+
+    def read(self) -> LoadReading:
+        """Return the load since the previous call."""
+        cores = psutil.cpu_count() or 1
+        busy_cores = psutil.cpu_percent() * cores / 100
+        own_cores = self._process.cpu_percent() / 100
+        return LoadReading(cores, own_cores, other_cores=max(0.0, busy_cores - own_cores))
+
+
+class BackgroundMonitor:
+    """Samples something in a background thread between start and stop.
+
+    A monitor observes and never acts: the training loop reads the latest sample at a step boundary and
+    decides. A second thread that changed the batch size would race the step that is using it.
     """
 
     def __init__(self) -> None:
@@ -77,10 +128,10 @@ class BackgroundMonitor:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Once, in the thread, before the first interval."""
+        """Run once in the thread, before the first interval. Override this."""
 
     def look(self) -> None:
-        """After every interval."""
+        """Take a sample, after every interval. Override this."""
 
     def __enter__(self) -> Self:
         self.start_monitoring()
@@ -92,10 +143,10 @@ class BackgroundMonitor:
         self.stop_monitoring()
 
     def start_monitoring(self, interval: float = 1.0) -> None:
-        """Every `interval` seconds; starting again changes the interval."""
+        """Start sampling every `interval` seconds; starting again changes the interval."""
         self.stop_monitoring()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(interval, self._stop), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(interval, self._stop), daemon=True)
         self._thread.start()
 
     def stop_monitoring(self) -> None:
@@ -104,38 +155,48 @@ class BackgroundMonitor:
             self._thread.join()
             self._thread = None
 
-    def _watch(self, interval: float, stop: threading.Event) -> None:
+    def _run(self, interval: float, stop: threading.Event) -> None:
         self.begin()
         while not stop.wait(interval):
             self.look()
 
 
 class ResourceMonitor(BackgroundMonitor):
+    """Samples CPU load, memory and temperature. `root` is where /proc and /sys are found."""
+
     def __init__(self, root: Path = Path("/")) -> None:
         super().__init__()
         self._root = root
         self._process = psutil.Process()
         self._latest: ResourceSample | None = None
-        self._throttled_before: int | None = None
+        self._throttle_count: int | None = None
 
     @property
     def latest(self) -> ResourceSample | None:
-        """None until the first interval has passed, since load is a difference; kept after the stop."""
+        """The latest sample; None until the first interval has passed. It is kept after the stop."""
         return self._latest
 
     def get_thermal_state(self) -> ThermalState:
-        """Needs no monitoring. On Linux the first call can only compare temperatures: counters need two."""
+        """Read temperature and throttling now; monitoring need not be running.
+
+        On Linux, throttling shows as a counter that rises between two calls. The first call can only compare
+        temperatures with the limits of the sensors.
+        """
         if on_macos():
             level = macos.thermal_pressure(macos.run_tool(*macos.THERMAL_PRESSURE))
             return macos_thermal_state(_speed_limit(), level)
-        temperature, too_hot = hottest(_sensors())
-        throttled, before = linux.throttle_count(self._root), self._throttled_before
-        self._throttled_before = throttled
-        rose = None if throttled is None or before is None else throttled > before
-        return ThermalState(_either(rose, too_hot), temperature, level=None, speed_limit_percent=None)
+        temperature, is_at_limit = hottest(_sensors())
+        before = self._throttle_count
+        self._throttle_count = linux.throttle_count(self._root)
+        has_risen = None
+        if self._throttle_count is not None and before is not None:
+            has_risen = self._throttle_count > before
+        return ThermalState(
+            _either(has_risen, is_at_limit), temperature, level=None, speed_limit_percent=None
+        )
 
     def begin(self) -> None:
-        psutil.cpu_percent()  # both measure from the call before
+        psutil.cpu_percent()  # both measure since the previous call
         self._process.cpu_percent()
 
     def look(self) -> None:
@@ -151,7 +212,7 @@ class ResourceMonitor(BackgroundMonitor):
 
 
 class PowerMonitor(BackgroundMonitor):
-    """Battery and heat, which change slowly: on a Mac every look starts a program or two."""
+    """Samples battery and temperature, rarely: on a Mac, each sample starts a program or two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,21 +231,72 @@ class PowerMonitor(BackgroundMonitor):
         self.thermal = self._resources.get_thermal_state()
 
 
+class RunningClock(BackgroundMonitor):
+    """Counts the seconds during which this process really ran.
+
+    Its thread ticks regularly. A gap between two ticks longer than `pause_seconds` means that the process was
+    paused (SIGSTOP, Ctrl-Z, a sleeping machine) and is not counted.
+    """
+
+    def __init__(self, pause_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.pause_seconds = pause_seconds
+        self._clock = clock
+        self._lock = threading.Lock()  # `seconds` is read from other threads
+        self._counted_seconds = 0.0
+        self._last_tick: float | None = None  # None while the clock is stopped
+
+    @property
+    def seconds(self) -> float:
+        """Seconds counted so far, including the time since the last tick unless that is already a pause."""
+        with self._lock:
+            return self._counted_seconds + self._running_seconds(self._clock())
+
+    def start_monitoring(self, interval: float = 0.5) -> None:
+        super().start_monitoring(interval)
+
+    def stop_monitoring(self) -> None:
+        super().stop_monitoring()
+        self.look()
+        with self._lock:
+            self._last_tick = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._last_tick = self._clock()
+
+    def look(self) -> None:
+        with self._lock:
+            now = self._clock()
+            self._counted_seconds += self._running_seconds(now)
+            if self._last_tick is not None:
+                self._last_tick = now
+
+    def _running_seconds(self, now: float) -> float:
+        """Return the time since the last tick, or 0 if the process was paused or the clock is stopped."""
+        if self._last_tick is None:
+            return 0.0
+        gap = now - self._last_tick
+        return gap if gap <= self.pause_seconds else 0.0
+
+
 def hottest(sensors: Mapping[str, Iterable[Reading]]) -> tuple[float | None, bool | None]:
-    """The greatest temperature at the processor, and whether any sensor there has reached its own limit."""
+    """Return the highest temperature near the processor, and whether a sensor there is at its own limit."""
     readings = [reading for name in _CPU_SENSORS for reading in sensors.get(name, ())]
-    limited = [reading.current >= reading.high for reading in readings if reading.high]
-    return max((reading.current for reading in readings), default=None), any(limited) if limited else None
+    at_limit = [reading.current >= reading.high for reading in readings if reading.high]
+    highest = max((reading.current for reading in readings), default=None)
+    return highest, any(at_limit) if at_limit else None
 
 
 def macos_thermal_state(speed_limit_percent: int | None, level: str | None) -> ThermalState:
-    """A nominal level alone leaves throttling unknown: M1 machines were seen to report it while slowed down.
+    """Combine what a Mac reports.
 
+    A nominal level alone leaves throttling unknown: M1 machines were seen to report it while throttled.
     https://github.com/angristan/MacThrottle/issues/19
     """
-    limited = None if speed_limit_percent is None else speed_limit_percent < 100
-    slowed = True if level in _SLOWED_DOWN else None
-    return ThermalState(_either(limited, slowed), None, level, speed_limit_percent)
+    is_limited = None if speed_limit_percent is None else speed_limit_percent < 100
+    has_throttled_level = True if level in _THROTTLED_LEVELS else None
+    return ThermalState(_either(is_limited, has_throttled_level), None, level, speed_limit_percent)
 
 
 def _sensors() -> Mapping[str, Iterable[Reading]]:
@@ -192,12 +304,12 @@ def _sensors() -> Mapping[str, Iterable[Reading]]:
 
 
 def _speed_limit() -> int | None:
-    if not on_macos() or platform.machine() == "arm64":  # Apple Silicon never tells it
+    if not on_macos() or platform.machine() == "arm64":  # Apple Silicon never reports one
         return None
     return macos.speed_limits(macos.run_tool(*macos.SPEED_LIMITS))[0]
 
 
 def _either(*answers: bool | None) -> bool | None:
-    """True if any source says so, False if some source denies it, None if none knows."""
-    known = [answer for answer in answers if answer is not None]
-    return any(known) if known else None
+    """Return True if any source says so, False if some source denies it, None if no source reports it."""
+    reported = [answer for answer in answers if answer is not None]
+    return any(reported) if reported else None

@@ -1,15 +1,22 @@
-"""The monitor measures while it runs, and heat is reported where the machine tells of it."""
+"""Monitors sample only while they run; what the machine does not report is unknown."""
 
+import json
+import signal
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from macbook_optimization.resource_monitoring import (
+    CpuLoad,
+    LoadReading,
     ResourceMonitor,
+    RunningClock,
     ThermalState,
     hottest,
     macos_thermal_state,
@@ -60,17 +67,40 @@ def test_stopping_twice_or_never_having_started_is_fine():
     monitor = ResourceMonitor()
     monitor.stop_monitoring()
     monitor.start_monitoring(interval=60)
-    monitor.stop_monitoring()  # returns at once, not after the interval
+    monitor.stop_monitoring()  # returns immediately, not after the interval
     monitor.stop_monitoring()
 
 
-def test_the_thermal_state_answers_by_attribute_and_by_name():
+def test_the_thermal_state_has_attributes_and_is_a_mapping():
     state = ResourceMonitor().get_thermal_state()
     assert state["is_throttling"] == state.is_throttling
-    assert state["temperature"] == state.temperature
-    with pytest.raises(KeyError):
+    assert "is_throttling" in state
+    assert "humidity" not in state
+    assert list(state) == ["is_throttling", "temperature", "level", "speed_limit_percent"]
+    assert len(state) == 4
+    assert dict(state) == asdict(state)
+    assert state.get("temperature", 0.0) == state.temperature
+    assert state.get("humidity") is None
+    with pytest.raises(KeyError, match="humidity"):
         state["humidity"]
     assert state.temperature is None or -50 < state.temperature < 150
+
+
+@pytest.mark.parametrize(
+    ("temperature", "is_throttling", "expected"),
+    [
+        (None, None, None),
+        (None, True, True),
+        (None, False, False),
+        (80.0, None, False),
+        (90.5, None, True),
+        (90.5, False, True),
+        (80.0, True, True),
+    ],
+)
+def test_a_machine_is_too_hot_above_the_limit_or_when_it_throttles(temperature, is_throttling, expected):
+    state = ThermalState(is_throttling, temperature, level=None, speed_limit_percent=None)
+    assert state.is_too_hot(limit_celsius=90) is expected
 
 
 @linux_only
@@ -83,7 +113,7 @@ def test_rising_throttle_counts_are_throttling(tmp_path):
         path.write_text("7\n", encoding="utf-8")
     monitor = ResourceMonitor(tmp_path)
     too_hot = hottest(psutil.sensors_temperatures())[1]
-    assert monitor.get_thermal_state().is_throttling is too_hot, "one look shows no rise"
+    assert monitor.get_thermal_state().is_throttling is too_hot, "one reading shows no rise"
     assert monitor.get_thermal_state().is_throttling is bool(too_hot)
     counts[1].write_text("8\n", encoding="utf-8")
     assert monitor.get_thermal_state().is_throttling is True
@@ -107,7 +137,7 @@ def reading(current, high=None):
         ({"acpitz": [reading(50.0, 0.0)]}, (50.0, None)),
     ],
 )
-def test_the_hottest_sensor_at_the_processor_counts(sensors, expected):
+def test_the_temperature_is_that_of_the_hottest_sensor_near_the_processor(sensors, expected):
     assert hottest(sensors) == expected
 
 
@@ -126,3 +156,82 @@ def test_the_hottest_sensor_at_the_processor_counts(sensors, expected):
 def test_a_mac_throttles_when_its_speed_is_limited_or_its_level_is_heavy(speed_limit, level, throttling):
     expected = ThermalState(throttling, temperature=None, level=level, speed_limit_percent=speed_limit)
     assert macos_thermal_state(speed_limit, level) == expected
+
+
+def test_the_load_is_divided_between_this_process_and_others():
+    load = CpuLoad()
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:  # keeps one core busy
+        pass
+    reading = load.read()
+    assert reading.cores == psutil.cpu_count()
+    assert 0.2 < reading.own_cores < reading.cores + 0.5, "less than one core if other programs are busy"
+    assert 0 <= reading.other_cores <= reading.cores
+    time.sleep(0.3)
+    assert load.read().own_cores < 0.5, "measured since the previous call"
+
+
+def test_the_load_of_others_is_a_share_of_all_cores():
+    assert LoadReading(cores=8, own_cores=3.0, other_cores=2.0).other_percent == 25
+
+
+class Clock:
+    """A clock that a test sets by hand; `tick` runs what the thread would run."""
+
+    def __init__(self, pause_seconds):
+        self.now = 100.0
+        self.running = RunningClock(pause_seconds, clock=lambda: self.now)
+        self.running.begin()
+
+    def pass_time(self, seconds, tick=True):
+        self.now += seconds
+        if tick:
+            self.running.look()
+
+
+def test_a_running_clock_does_not_count_pauses():
+    clock = Clock(pause_seconds=5.0)
+    for seconds in (0.5, 0.5, 60.0, 0.5, 5.0):
+        clock.pass_time(seconds)
+    assert clock.running.seconds == 6.5
+    clock.pass_time(3.0, tick=False)
+    assert clock.running.seconds == 9.5, "the time since the last tick counts"
+    clock.pass_time(3.0, tick=False)
+    assert clock.running.seconds == 6.5, "until it is as long as a pause"
+
+
+def test_a_stopped_clock_stands_still_and_can_be_started_again():
+    clock = RunningClock()
+    assert clock.seconds == 0
+    with clock:
+        assert wait_for(lambda: clock.seconds > 0.05)
+    stopped_at = clock.seconds
+    time.sleep(0.05)
+    assert clock.seconds == stopped_at
+    with clock:
+        assert wait_for(lambda: clock.seconds > stopped_at + 0.05)
+
+
+def test_a_process_that_was_stopped_did_not_run():
+    code = """
+import json, sys, time
+from macbook_optimization.resource_monitoring import RunningClock
+with RunningClock(pause_seconds=0.5) as clock:
+    clock.start_monitoring(interval=0.02)
+    started = time.monotonic()
+    print("started", flush=True)
+    sys.stdin.readline()
+    print(json.dumps([clock.seconds, time.monotonic() - started]), flush=True)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "started\n"
+    time.sleep(0.3)
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    child.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    running, elapsed = json.loads(child.communicate("\n", timeout=20)[0])
+    assert elapsed - running > 1.3
+    assert 0 < running < elapsed - 1.3
