@@ -1,7 +1,7 @@
-"""How fast training is, what holds it back, and whether it gets worse.
+"""Training throughput: a benchmark, its bottlenecks, and an explanation of slow training.
 
-The benchmark trains for real, in a child process; nothing here is a typical value. What watches a run only
-reports: whoever asks decides what to do about it. A megabyte is 2**20 bytes.
+The benchmark runs real training in a child process; no number here is a typical value. Nothing here changes a
+run: the caller decides what to do about a report. A megabyte is 2**20 bytes.
 """
 
 from __future__ import annotations
@@ -13,54 +13,73 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
+from typing import Any, TypedDict, cast
 
 import psutil
 
 from macbook_optimization.errors import ConfigError, DataError, LaptopError
+from macbook_optimization.performance_checks import Leak as Leak
+from macbook_optimization.performance_checks import MemoryLeakDetector as MemoryLeakDetector
+from macbook_optimization.performance_checks import PerformanceRegression as PerformanceRegression
+from macbook_optimization.performance_checks import check_positive
 from macbook_optimization.resource_monitoring import ResourceMonitor
+from macbook_optimization.units import MIB as MIB
 
-MIB = 2**20
-_NEVER = 2**31 - 1  # the largest number of steps that a recipe can say
-_WATCH_SECONDS = 0.5  # one look took 2.5 ms of a core, measured on Linux
-# The rate is counted per slot, so a benchmark of a model alone takes the slots of one micro-batch: with the
-# paper's 768, a single step would outlast the benchmark.
+_UNLIMITED_STEPS = 2**31 - 1  # the largest number of steps that a recipe accepts
+_SAMPLE_SECONDS = 0.5  # one sample took 2.5 ms of a core, measured on Linux
+# Throughput is counted per slot, so a benchmark of a model alone uses the slots of one micro-batch: with the
+# paper's 768, a single step would take longer than the benchmark.
 _BENCHMARK_SLOTS = 32
+_COOLING_ADVICE = "Improve the cooling of the machine, or run fewer programs at the same time."
+
+
+class TrainRow(TypedDict):
+    """The keys of a training row in metrics.jsonl that a benchmark needs."""
+
+    step: int
+    seconds: float
+    samples_per_second: float
+    rss_bytes: int
+    cpu_percent: float  # of one core
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """`memory_efficiency` is the peak as a share of the memory that training may use: of the plan's budget
-    or, without one, of what the machine had available at the start. Well below 100 there is room for larger
-    micro-batches; above it there is too little for these."""
+    """Throughput and resource use of a benchmark.
 
-    samples_per_second: float  # median of the logged rows, the first quarter left out as warm-up
+    `memory_efficiency` is the peak as a share of the memory that training may use: the plan's budget or,
+    without one, the memory available at the start. Well below 100 there is room for larger micro-batches;
+    above 100 these are too large.
+    """
+
+    samples_per_second: float  # median of the logged rows, without the first quarter (warm-up)
     memory_efficiency: float  # percent
-    cpu_utilization: float  # percent of the cores available
+    cpu_utilization: float  # percent of the available cores
     peak_memory_mb: float  # resident, of the training command and its children together
     steps: int
-    seconds: float  # of training; starting up is not counted
+    seconds: float  # of training, without start-up
 
     def __getitem__(self, name: str) -> float:
-        """`results["samples_per_second"]` is documented beside the attribute."""
+        """`results["samples_per_second"]` is documented in addition to the attribute."""
         value: float = asdict(self)[name]
         return value
 
 
 class PerformanceBenchmark:
-    """Trains in a temporary directory that is gone afterwards."""
+    """Measures training in a temporary directory, which is removed afterwards."""
 
     def run_full_benchmark(
         self, model_config: Mapping[str, Any], dataset_path: str | Path, duration_minutes: float
     ) -> BenchmarkResult:
-        """`model_config` is a recipe's model section or a whole recipe. Evaluation is left out."""
+        """Train for this long, without evaluation, and return the measurements.
+
+        `model_config` is the model section of a recipe, or a whole recipe.
+        """
         from trm.runs import Run  # the one exception to the direction of imports
 
         if not duration_minutes > 0:
@@ -79,41 +98,53 @@ class PerformanceBenchmark:
 def summarise_rows(
     rows: Sequence[Mapping[str, Any]], peak_bytes: int, budget_bytes: int, num_cores: int
 ) -> BenchmarkResult:
-    """Of a run's metrics; the peak is `peak_bytes` or the most that a row says, whichever is more."""
-    rows = [row for row in rows if "samples_per_second" in row]  # the others are evaluations
-    if not rows:
+    """Summarise the metrics of a run; its peak is `peak_bytes` or the highest in a row if that is higher."""
+    train_rows = [cast(TrainRow, row) for row in rows if _is_train_row(row)]
+    if not train_rows:
         raise LaptopError(
             "The benchmark ended before its first step was finished", hint="Raise duration_minutes."
         )
-    steady = rows[min(-(-len(rows) // 4), len(rows) - 1) :]
-    peak_bytes = max(peak_bytes, *(row["rss_bytes"] for row in rows))
+    num_warm_up = min(-(-len(train_rows) // 4), len(train_rows) - 1)
+    steady_rows = train_rows[num_warm_up:]
+    peak_bytes = max(peak_bytes, *(row["rss_bytes"] for row in train_rows))
     return BenchmarkResult(
-        samples_per_second=median(row["samples_per_second"] for row in steady),
+        samples_per_second=median(row["samples_per_second"] for row in steady_rows),
         memory_efficiency=100 * peak_bytes / budget_bytes,
-        cpu_utilization=median(row["cpu_percent"] for row in steady) / num_cores,
+        cpu_utilization=median(row["cpu_percent"] for row in steady_rows) / num_cores,
         peak_memory_mb=peak_bytes / MIB,
-        steps=rows[-1]["step"],
-        seconds=rows[-1]["seconds"],
+        steps=train_rows[-1]["step"],
+        seconds=train_rows[-1]["seconds"],
     )
 
 
+def _is_train_row(row: Mapping[str, Any]) -> bool:
+    """Distinguish training from evaluation rows; rows of older runs have no "kind"."""
+    if "kind" in row:
+        return bool(row["kind"] == "train")
+    return "samples_per_second" in row
+
+
 def available_cores() -> int:
-    """Those this process may use, which a container can limit; macOS has no such limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the cores that this process may use. A container can limit them; macOS has no such limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _recipe(model_config: Mapping[str, Any], dataset: Path) -> str:
+    """Return a recipe that trains on the dataset without an end and without evaluation."""
     from trm.config import RunConfig, parse_section
 
-    whole = any(key in RunConfig.model_fields for key in model_config)
-    model_only = {"model": model_config, "training": {"effective_batch_size": _BENCHMARK_SLOTS}}
     path = dataset.resolve()
-    tree = {"task": _task_of(path), "data": {"path": path}, **(model_config if whole else model_only)}
+    is_whole_recipe = any(key in RunConfig.model_fields for key in model_config)
+    if not is_whole_recipe:
+        model_config = {"model": model_config, "training": {"effective_batch_size": _BENCHMARK_SLOTS}}
+    tree = {"task": _task_of(path), "data": {"path": path}, **model_config}
     config = parse_section(RunConfig, tree, "the benchmark's recipe")
     changes: dict[str, dict[str, Any]] = {
         "data": {"path": path, "build": None},
-        "training": {"max_steps": _NEVER},
-        "evaluation": {"every_steps": _NEVER, "target_accuracy": None},
+        "training": {"max_steps": _UNLIMITED_STEPS},
+        "evaluation": {"every_steps": _UNLIMITED_STEPS, "target_accuracy": None},
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     return config.model_copy(update=sections).to_yaml()
@@ -121,95 +152,113 @@ def _recipe(model_config: Mapping[str, Any], dataset: Path) -> str:
 
 def _task_of(dataset: Path) -> str:
     path = dataset / "build.json"
-    if not path.is_file():  # built by the public code, whose layout does not name the task
+    if not path.is_file():  # built by the reference implementation, whose layout does not name the task
         return "sudoku"
     try:
         return str(json.loads(path.read_bytes()).get("task", "sudoku"))
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} does not tell how the dataset was built: {error}") from error
+        raise DataError(f"{path} does not describe how the dataset was built: {error}") from error
 
 
 def _train(directory: Path, minutes: float) -> int:
-    """The peak of resident memory, in bytes."""
+    """Run the training command and return its peak resident memory in bytes."""
     program = [sys.executable, "-P", "-c", "from trm.cli import main; main()"]
     arguments = ["train", directory / "recipe.yaml", "--run", directory / "run"]
     command = [*program, *map(str, arguments), "--max-minutes", str(minutes), "--json"]
     messages = directory / "messages"
-    none = subprocess.DEVNULL
     with (
-        messages.open("w", encoding="utf-8") as told,
-        subprocess.Popen(command, stdin=none, stdout=none, stderr=told) as child,
+        messages.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
+        ) as child,
     ):
         try:
-            peak = _watch_memory(child)
+            peak = _sample_peak_memory(child)
         finally:
-            child.terminate()  # it has ended by itself, unless we were interrupted
-            child.wait()  # or it would still be saving into a directory that is being removed
+            child.terminate()  # has no effect unless we were interrupted: otherwise it has already ended
+            child.wait()  # it may still be saving into the directory that will be removed
     if child.returncode:
         raise _failure(child.returncode, messages.read_text(encoding="utf-8", errors="replace"))
     return peak
 
 
-def _watch_memory(child: subprocess.Popen[bytes]) -> int:
-    """Sampled from outside: between two steps, when rows are logged, much of the memory is free again."""
+def _sample_peak_memory(child: subprocess.Popen[bytes]) -> int:
+    """Sample from outside: rows are logged between two steps, when much of the memory is free again."""
     peak = 0
     while True:
         try:
-            child.wait(_WATCH_SECONDS)
+            child.wait(_SAMPLE_SECONDS)
             return peak
         except subprocess.TimeoutExpired:
             peak = max(peak, _resident_bytes(child.pid))
 
 
 def _resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process and all its descendants."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # it ended while we were looking
+            with suppress(psutil.NoSuchProcess):  # it ended after it was listed
                 total += process.memory_info().rss
     return total
 
 
 def _failure(code: int, messages: str) -> LaptopError:
+    """Return the error of the training command, from its `error:` and `hint:` lines or its exit status."""
     found = re.search(r"^error: (.*?)(?:^hint: (.*?))?\Z", messages.strip(), re.MULTILINE | re.DOTALL)
     if found:
         return LaptopError(f"The benchmark could not train: {found[1].strip()}", hint=found[2])
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = messages.strip().splitlines()[-1:]
-    return LaptopError(": ".join([f"The benchmark's training {how}", *last]))
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    last_line = messages.strip().splitlines()[-1:]
+    return LaptopError(": ".join([f"The benchmark's training {cause}", *last_line]))
+
+
+class Bottlenecks(TypedDict):
+    """What limits training; None for what was not measured."""
+
+    memory_bottleneck: bool | None
+    cpu_underutilization: bool | None
+    thermal_issues: int | None  # number of throttling events
+    recommendations: list[str]
 
 
 def analyze_performance_bottlenecks(
     metrics: Mapping[str, Sequence[Any]], total_memory_mb: float | None = None, num_cores: int | None = None
-) -> dict[str, Any]:
-    """What holds training back; None for what `metrics` has no values of.
+) -> Bottlenecks:
+    """Find what limits training, from lists of values.
 
-    `cpu_usage_percent` is of the whole machine; with `num_cores` it is of one core, as a run's metrics are,
-    and may exceed 100. `total_memory_mb` is this machine's if it is not given.
+    `cpu_usage_percent` refers to the whole machine or, with `num_cores`, to one core, as in the metrics of a
+    run. `total_memory_mb` is the memory of this machine by default.
     """
-    most_memory = max(metrics.get("memory_usage_mb", ()), default=None)
-    most_cpu = max(metrics.get("cpu_usage_percent", ()), default=None)
+    peak_memory_mb = max(metrics.get("memory_usage_mb", ()), default=None)
+    peak_cpu_percent = max(metrics.get("cpu_usage_percent", ()), default=None)
     events = metrics.get("thermal_throttling_events")
-    total = psutil.virtual_memory().total / MIB if total_memory_mb is None else total_memory_mb
-    found = {
-        "memory_bottleneck": None if most_memory is None else bool(most_memory > 0.9 * total),
-        "cpu_underutilization": None if most_cpu is None else bool(most_cpu / (num_cores or 1) < 70),
-        "thermal_issues": None if events is None else len(events),
+    if total_memory_mb is None:
+        total_memory_mb = psutil.virtual_memory().total / MIB
+    is_memory_short = None if peak_memory_mb is None else bool(peak_memory_mb > 0.9 * total_memory_mb)
+    is_cpu_idle = None if peak_cpu_percent is None else bool(peak_cpu_percent / (num_cores or 1) < 70)
+    num_events = None if events is None else len(events)
+    recommendations = []
+    if is_memory_short:
+        recommendations.append("Use smaller micro-batches, or stream the dataset.")
+    if is_cpu_idle:
+        recommendations.append("Use more threads or larger micro-batches.")
+    if num_events:
+        recommendations.append(_COOLING_ADVICE)
+    return {
+        "memory_bottleneck": is_memory_short,
+        "cpu_underutilization": is_cpu_idle,
+        "thermal_issues": num_events,
+        "recommendations": recommendations,
     }
-    advice = {
-        "memory_bottleneck": "Use smaller micro-batches, or stream the dataset.",
-        "cpu_underutilization": "Use more threads or larger micro-batches.",
-        "thermal_issues": "Let the machine cool better, or give it less to do at once.",
-    }
-    return {**found, "recommendations": [advice[name] for name, is_so in found.items() if is_so]}
 
 
 @dataclass(frozen=True, slots=True)
 class MachineLoad:
     memory_percent: float
     cpu_percent: float  # of all cores
-    is_throttling: bool | None  # None where the system does not tell
+    is_throttling: bool | None  # None where the system does not report it
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +269,12 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    severity: str  # "none"; "moderate" below 80 % of what was expected, "severe" below 50 %
+    severity: str  # "none"; "moderate" below 80 % of the expected rate, "severe" below 50 %
     issues: tuple[Issue, ...]
 
 
 def measure_load(seconds: float = 0.5) -> MachineLoad:
+    """Measure the load of the whole machine, this process included, during this many seconds."""
     return MachineLoad(
         memory_percent=psutil.virtual_memory().percent,
         cpu_percent=psutil.cpu_percent(interval=seconds),
@@ -235,106 +285,20 @@ def measure_load(seconds: float = 0.5) -> MachineLoad:
 def diagnose_slow_training(
     current_sps: float, expected_sps: float, load: MachineLoad | None = None
 ) -> Diagnosis:
-    """Measures the machine now, which takes half a second, unless training is fast or `load` is given."""
-    _check_positive("expected_sps", expected_sps)
+    """Explain slow training by the load of the machine, which takes half a second to measure if not given."""
+    check_positive("expected_sps", expected_sps)
     if current_sps >= 0.8 * expected_sps:
         return Diagnosis("none", ())
     load = load or measure_load()
     issues = []
     if load.memory_percent > 90:
-        pressure = f"{load.memory_percent:.0f} % of the memory are in use"
+        problem = f"{load.memory_percent:.0f} % of memory is in use"
         issues.append(
-            Issue(pressure, "Close other programs, use smaller micro-batches, or stream the dataset.")
+            Issue(problem, "Close other programs, use smaller micro-batches, or stream the dataset.")
         )
     if load.cpu_percent < 50:
-        idle = f"only {load.cpu_percent:.0f} % of the CPU are in use"
-        issues.append(Issue(idle, "Use more threads, or check which math library torch was built with."))
+        problem = f"only {load.cpu_percent:.0f} % of the CPU is in use"
+        issues.append(Issue(problem, "Use more threads, or check which math library torch was built with."))
     if load.is_throttling:
-        hot = "the processor is slowed down because it is hot"
-        issues.append(Issue(hot, "Let the machine cool better, or give it less to do at once."))
+        issues.append(Issue("the processor is throttled because it is too hot", _COOLING_ADVICE))
     return Diagnosis("severe" if current_sps < 0.5 * expected_sps else "moderate", tuple(issues))
-
-
-@dataclass(frozen=True, slots=True)
-class Leak:
-    first_step: int
-    last_step: int
-    growth_mb: float
-    mb_per_step: float
-    suggestions: tuple[str, ...] = (
-        "Keep numbers of a step, not tensors: a tensor keeps the graph that made it.",
-        "Collect garbage more often.",
-        "Continue from the last checkpoint: a new process starts with what it needs.",
-    )
-
-
-class MemoryLeakDetector:
-    """Says when memory has grown steadily for two windows of steps.
-
-    Two, because one may lie within a tooth of the saw that a garbage collection every `window` steps draws.
-    They are cut into ten blocks. In a leak the median of every block lies above the one before, and by at
-    least half of the average rise: a saw falls back, a warm-up flattens, and the medians of noise come in
-    order once in ten factorial times. The price is silence about a leak beneath a saw that is steeper.
-    """
-
-    def __init__(self, window: int = 50, min_growth_mb: float = 10.0) -> None:
-        if window < 5:
-            raise ConfigError(f"window is {window}; it must be at least 5, one for each of its blocks")
-        _check_positive("min_growth_mb", min_growth_mb)
-        self.min_growth_mb = min_growth_mb
-        self._block = window // 5
-        self._history: deque[tuple[int, float]] = deque(maxlen=10 * self._block)
-
-    def check_for_leaks(self, step: int, rss_bytes: int | None = None) -> Leak | None:
-        """To be called once a step; without `rss_bytes` it measures this process. A leak is reported once,
-        and again only if it goes on for as long as it took to find."""
-        resident = psutil.Process().memory_info().rss if rss_bytes is None else rss_bytes
-        self._history.append((step, resident / MIB))
-        leak = self._find()
-        if leak is not None:
-            self._history.clear()
-        return leak
-
-    def _find(self) -> Leak | None:
-        if len(self._history) < 10 * self._block:
-            return None
-        steps, resident_mb = zip(*self._history, strict=True)
-        starts = range(0, len(resident_mb), self._block)
-        medians = [median(resident_mb[start : start + self._block]) for start in starts]
-        rises = [after - before for before, after in pairwise(medians)]
-        if min(rises) < 0.5 * fmean(rises):
-            return None
-        growth_mb = medians[-1] - medians[0]
-        if growth_mb < self.min_growth_mb:
-            return None
-        num_steps = steps[-self._block] - steps[0]  # from block to block, as the medians are
-        return Leak(steps[0], steps[-1], growth_mb, growth_mb / max(num_steps, 1))
-
-
-class PerformanceRegression:
-    """Whether the average of the last `window` rates lies below `tolerance` times the baseline."""
-
-    def __init__(self, baseline_sps: float, window: int = 20, tolerance: float = 0.8) -> None:
-        _check_positive("baseline_sps", baseline_sps)
-        _check_positive("window", window)
-        self.baseline_sps, self.tolerance = baseline_sps, tolerance
-        self._recent: deque[float] = deque(maxlen=window)
-
-    def check_regression(self, current_sps: float) -> bool:
-        self._recent.append(current_sps)
-        average = self._average()
-        return average is not None and average < self.tolerance * self.baseline_sps
-
-    @property
-    def degradation_percent(self) -> float | None:
-        """None until the window is full; negative if training became faster."""
-        average = self._average()
-        return None if average is None else 100 * (1 - average / self.baseline_sps)
-
-    def _average(self) -> float | None:
-        return fmean(self._recent) if len(self._recent) == self._recent.maxlen else None
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{name} is {value}; it must be above 0")

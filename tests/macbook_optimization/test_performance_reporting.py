@@ -66,7 +66,7 @@ def test_a_benchmark_that_cannot_train_says_why(tmp_path):
     with pytest.raises(ConfigError, match="duration_minutes is 0"):
         benchmark.run_full_benchmark({}, tmp_path, 0)
     (tmp_path / "build.json").write_text("[]")
-    with pytest.raises(DataError, match=r"build\.json does not tell how"):
+    with pytest.raises(DataError, match=r"build\.json does not describe how"):
         benchmark.run_full_benchmark({}, tmp_path, 0.1)
 
 
@@ -81,7 +81,16 @@ def test_a_benchmark_leaves_out_the_warm_up_and_evaluations():
         result["speed"]
 
 
-def test_a_benchmark_of_one_row_takes_it_and_one_of_none_is_an_error():
+def test_rows_are_distinguished_by_their_kind_where_they_have_one():
+    evaluation = {**row(3, 1000), "kind": "eval"}
+    rows = [{**row(1, 7), "kind": "train"}, evaluation, {**row(2, 9), "kind": "train"}, evaluation]
+    result = summarise_rows(rows, peak_bytes=0, budget_bytes=MIB, num_cores=1)
+    assert (result.samples_per_second, result.steps) == (9, 2)
+    older = [row(1, 7), {"step": 1, "exact_accuracy": 0.5}, row(2, 9)]
+    assert summarise_rows(older, peak_bytes=0, budget_bytes=MIB, num_cores=1) == result
+
+
+def test_a_benchmark_needs_at_least_one_row():
     assert summarise_rows([row(1, 7)], 0, MIB, 1).samples_per_second == 7
     with pytest.raises(LaptopError, match="before its first step"):
         summarise_rows([], 0, MIB, 1)
@@ -140,9 +149,9 @@ def test_the_severity_of_slow_training_follows_from_the_rate(current, severity):
 @pytest.mark.parametrize(
     ("load", "problem"),
     [
-        (MachineLoad(91, 95, None), "91 % of the memory"),
+        (MachineLoad(91, 95, None), "91 % of memory is in use"),
         (MachineLoad(50, 49, False), "only 49 % of the CPU"),
-        (MachineLoad(50, 95, True), "it is hot"),
+        (MachineLoad(50, 95, True), "it is too hot"),
     ],
 )
 def test_slow_training_is_explained_by_the_load(load, problem):
