@@ -1,8 +1,8 @@
-"""What machine is this?
+"""Detect the CPU, memory, power supply and platform of this machine.
 
-`HardwareDetector` answers with plain frozen records and changes nothing. A fact the operating system will not
-tell is `None`, never a typical value: every number downstream is derived from these, and a made-up clock
-speed would be believed. Sizes are bytes, frequencies MHz. In a container the container is the machine.
+`HardwareDetector` returns frozen records and changes nothing. A value that the operating system does not
+report is `None`, never a typical value: plans are derived from these numbers. Sizes are in bytes,
+frequencies in MHz. Inside a container, its limits are those of the machine.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
 from macbook_optimization import linux_readers as linux
 from macbook_optimization import macos_readers as macos
+from macbook_optimization.units import GIB as GIB
 
-GIB = 2**30
 _ARCHITECTURES = {"aarch64": "arm64", "AMD64": "x86_64"}
-_BLAS_NAMES = {"open": "openblas", "veclib": "accelerate"}  # as torch's build names them
+_BLAS_NAMES = {"open": "openblas", "veclib": "accelerate"}  # as named in torch's build settings
 
 
 @dataclass(frozen=True, slots=True)
 class CPUSpecs:
     brand: str | None
-    architecture: str  # "arm64" or "x86_64": what this process runs as, under Rosetta the latter
+    architecture: str  # of this process: "arm64" or "x86_64"; under Rosetta the latter
     cores: int  # physical
     threads: int  # logical
-    performance_cores: int | None  # None where all cores are alike, or Linux is asked
+    performance_cores: int | None  # None where all cores are alike, and always on Linux
     efficiency_cores: int | None
     features: tuple[str, ...]
     base_frequency: float | None
@@ -39,24 +39,26 @@ class CPUSpecs:
     l1d_cache: int | None
     l2_cache: int | None
     l3_cache: int | None
-    quota: float | None  # CPUs that a container or an affinity mask allows
+    quota: float | None  # number of CPUs that a container or an affinity mask allows
 
     @property
     def compute_threads(self) -> int:
-        """Threads worth giving to matrix products: slow cores keep the others waiting at the barrier."""
-        best = self.performance_cores or self.cores
-        return best if self.quota is None else max(1, min(best, int(self.quota)))
+        """Threads to use for matrix products: at the barrier, fast cores would wait for slow ones."""
+        fast_cores = self.performance_cores or self.cores
+        if self.quota is None:
+            return fast_cores
+        return max(1, min(fast_cores, int(self.quota)))
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySpecs:
     total_memory: int
     available_memory: int
-    memory_type: str | None  # "LPDDR5"; Linux tells it to root only
-    memory_speed: int | None  # million transfers a second, which macOS and shops call MHz
+    memory_type: str | None  # for instance "LPDDR5"; Linux reports it to root only
+    memory_speed: int | None  # million transfers per second, which macOS calls MHz
     swap_total: int | None
     swap_used: int | None
-    limited_by: str | None  # "cgroup v2" or "cgroup v1" if that, not the machine, sets the total
+    limited_by: str | None  # "cgroup v2" or "cgroup v1" if a container limits the total
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class PlatformCapabilities:
     has_mkl: bool | None
     has_accelerate: bool | None
     has_onednn: bool | None
-    blas: tuple[str, ...]  # libraries for matrix products in this process; NumPy may bring its own
+    blas: tuple[str, ...]  # BLAS libraries in this process; NumPy may load its own
     torch_version: str | None
     optimal_dtype: Any  # a torch.dtype, which cannot be named without importing torch
     has_mps: bool | None
@@ -98,7 +100,10 @@ class HardwareSpecs:
 
 
 class HardwareDetector:
-    """`root` is where /proc and /sys are found; core counts and batteries are always this machine's."""
+    """Reads the facts of this machine.
+
+    `root` is where /proc and /sys are found. Core counts and the battery always come from the real system.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
@@ -118,26 +123,26 @@ class HardwareDetector:
         battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         if battery is None:
             return PowerSpecs(None, None)
-        plugged = battery.power_plugged
-        return PowerSpecs(None if plugged is None else not plugged, battery.percent)
+        is_plugged = battery.power_plugged
+        return PowerSpecs(None if is_plugged is None else not is_plugged, battery.percent)
 
     def detect_platform_capabilities(self, measure_precision: bool = True) -> PlatformCapabilities:
-        """Imports torch and, if asked to, measures which precision is fast: both take seconds."""
+        """Import torch and, with `measure_precision`, find the fastest precision; each takes seconds."""
         import torch
 
         from macbook_optimization.cpu_optimization import fastest_precision
 
-        facts = _sysctl() if on_macos() else {}
+        sysctl = _sysctl() if on_macos() else {}
         architecture = _architecture()
-        apple_silicon = on_macos() and (architecture == "arm64" or macos.is_apple_silicon(facts))
-        translated = macos.is_translated(facts) or (apple_silicon and architecture == "x86_64")
+        apple_silicon = on_macos() and (architecture == "arm64" or macos.is_apple_silicon(sysctl))
+        is_translated = macos.is_translated(sysctl) or (apple_silicon and architecture == "x86_64")
         blas = blas_libraries(torch.__config__.show(), linux.mapped_libraries(self.root))
         return PlatformCapabilities(
             system="macOS" if on_macos() else platform.system(),
-            os_version=facts.get("kern.osproductversion") if on_macos() else platform.release(),
-            machine_model=facts.get("hw.model") if on_macos() else linux.machine_model(self.root),
+            os_version=sysctl.get("kern.osproductversion") if on_macos() else platform.release(),
+            machine_model=sysctl.get("hw.model") if on_macos() else linux.machine_model(self.root),
             apple_silicon=apple_silicon,
-            rosetta=translated if on_macos() else None,
+            rosetta=is_translated if on_macos() else None,
             python_version=platform.python_version(),
             has_mkl=is_available(torch.backends.mkl),
             has_accelerate="accelerate" in blas,
@@ -150,12 +155,12 @@ class HardwareDetector:
         )
 
     def get_optimal_worker_count(self) -> int:
-        """Processes that load data beside the training process.
+        """Return the number of data loading processes.
 
-        None on macOS, where starting them and copying to them costs more than they save (reported, not
-        measured here), and none on a small machine, where they take a core from the matrix products and
-        each holds a Python of its own. One for every four cores elsewhere, but never more than two: the
-        sets are small or memory-mapped, so loading is not what a step waits for.
+        0 on macOS, where starting them and copying to them costs more than they save (reported, not measured
+        here), and 0 on a small machine, where they compete with the matrix products for cores and each needs
+        the memory of another Python process. Elsewhere one per four cores, at most two: datasets are small or
+        memory-mapped, so steps do not wait for loading.
         """
         if on_macos() or self.detect_memory_specs().total_memory < 16 * GIB:
             return 0
@@ -175,13 +180,14 @@ def on_macos() -> bool:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that may be taken now; cheap enough to ask for once a second."""
+    """Return the bytes that could be allocated now. Cheap enough for once per second."""
     if not on_macos():
         return linux_memory(root).available_memory
-    known = macos.available_bytes(macos.run_tool(*macos.VM_STAT))
-    if known is None or macos.memory_pressure(_sysctl()) == "normal":
-        return psutil.virtual_memory().available  # with inactive pages, which macOS still gives away readily
-    return known
+    available = macos.available_bytes(macos.run_tool(*macos.VM_STAT))
+    if available is None or macos.memory_pressure(_sysctl()) == "normal":
+        # psutil counts inactive pages as well, which macOS hands out readily while there is no pressure.
+        return psutil.virtual_memory().available
+    return available
 
 
 def macos_cpu(facts: Mapping[str, str]) -> CPUSpecs:
@@ -259,14 +265,28 @@ def linux_memory(root: Path) -> MemorySpecs:
 
 
 def blas_libraries(build: str, mapped: Iterable[str]) -> tuple[str, ...]:
-    """From what torch says of its build, since its wheels contain MKL, and from the mapped libraries."""
-    built = re.search(r"\bBLAS_INFO=(\w+)", build)
-    found = {_BLAS_NAMES.get(built[1].lower(), built[1].lower())} if built else set()
-    known = ("mkl", "openblas", "blis", "accelerate")
-    return tuple(sorted(found | {name for name in known for library in mapped if name in library.lower()}))
+    """List the BLAS libraries named in torch's build settings or mapped into this process.
+
+    Both are needed: torch's wheels link MKL statically, so it is not among the mapped files.
+    """
+    built_with = re.search(r"\bBLAS_INFO=(\w+)", build)
+    names = set()
+    if built_with:
+        name = built_with[1].lower()
+        names.add(_BLAS_NAMES.get(name, name))
+    for name in ("mkl", "openblas", "blis", "accelerate"):
+        if any(name in library.lower() for library in mapped):
+            names.add(name)
+    return tuple(sorted(names))
 
 
-def is_available(backend: Any) -> bool:  # torch leaves some of these without types
+class TorchBackend(Protocol):
+    """One of the modules in `torch.backends`, or `torch.cuda`."""
+
+    def is_available(self) -> bool: ...
+
+
+def is_available(backend: TorchBackend) -> bool:
     return bool(backend.is_available())
 
 
@@ -283,6 +303,7 @@ def _logical_cpus() -> int:
 
 
 def _allowed_cpus(quota: float | None, threads: int) -> float | None:
-    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
-    allowed = min(mask, threads if quota is None else quota)
+    """Return the number of CPUs that quota and affinity mask allow; None if they allow all."""
+    mask_size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+    allowed = min(mask_size, threads if quota is None else quota)
     return float(allowed) if allowed < threads else None

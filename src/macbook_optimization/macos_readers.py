@@ -1,8 +1,8 @@
-"""What macOS's own tools say: text in, facts out.
+"""Parse the output of macOS's command-line tools.
 
-`run_tool` is the only function here that touches the machine. The others read recorded output as they read
-live output, and that is how they are tested: nobody has run them on a Mac yet. A line that is missing, cut
-off or not understood makes its fact `None`, never an exception, because these tools change with every macOS.
+Only `run_tool` runs anything. The other functions are pure and tested with recorded output; they have not
+been run on a Mac yet. A line that is missing, truncated or not understood gives `None`, never an exception,
+because these tools change with every macOS release.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-# Names are asked for one by one where `sysctl hw` leaves them out: hw.model is one, and the pressure level is
-# hidden from every listing. https://github.com/giampaolo/psutil/issues/2725
+from macbook_optimization.units import GIB, KIB, MIB
+
+# Some names must be requested individually: `sysctl hw` omits hw.model, and the pressure level is hidden from
+# every listing. https://github.com/giampaolo/psutil/issues/2725
 SYSCTL = (
     "/usr/sbin/sysctl",
     "hw",
@@ -30,8 +32,8 @@ BATTERY = ("/usr/bin/pmset", "-g", "batt")
 SPEED_LIMITS = ("/usr/bin/pmset", "-g", "therm")
 THERMAL_PRESSURE = ("/usr/bin/notifyutil", "-g", "com.apple.system.thermalpressurelevel")
 
-_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NUMBER = re.compile(r"[0-9]{1,19}")  # longer ones are not counts, and int() refuses very long ones
+_UNIT_BYTES = {"K": KIB, "M": MIB, "G": GIB, "T": KIB * GIB}
+_NUMBER = re.compile(r"[0-9]{1,19}")  # longer ones are not counts, and int() rejects very long ones
 _MODULE_TYPE = re.compile(r'(?:"dimm_type"|\bType)\s*:\s*"?(\w*DDR\w*)', re.IGNORECASE)
 _MODULE_SPEED = re.compile(r'(?:"dimm_speed"|\bSpeed)\s*:\s*"?([0-9]{1,6}) (?:MHz|MT/s)')
 _AMOUNT = r"([0-9]{1,12}(?:[.,][0-9]{1,6})?)([KMGT])"
@@ -39,32 +41,39 @@ _SWAP = re.compile(rf"total = {_AMOUNT}\s+used = {_AMOUNT}")
 _PAGES = re.compile(r"^([\w -]+):\s+([0-9]{1,18})\.", re.MULTILINE)
 _THERMAL_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")  # 0 to 4
 _MEMORY_PRESSURES = {"1": "normal", "2": "warning", "4": "critical"}
-_ARM64 = "16777228"  # CPU_TYPE_ARM64; a translated process is told 7, x86
-_ARM_NAMES = {"hw.optional.neon": "NEON", "hw.optional.neon_fp16": "FP16"}  # all that macOS 11 has
+_TOOL_TIMEOUT_SECONDS = 10
+_ARM64 = "16777228"  # CPU_TYPE_ARM64; a process under Rosetta gets 7 (x86)
+_ARM_NAMES = {"hw.optional.neon": "NEON", "hw.optional.neon_fp16": "FP16"}  # the only names in macOS 11
 
 
 def run_tool(*command: str) -> str | None:
-    """What the tool prints, or None where it is absent, hangs or says nothing.
+    """Return the output of a tool, or None if it is absent, hangs or prints nothing.
 
-    The exit status does not count: sysctl answers for the names it knows and then fails for the others.
+    The exit status is ignored: sysctl prints the names that exist and then fails for the others.
     """
-    plain = {**os.environ, "LC_ALL": "C"}  # sysctl prints numbers in the user's way otherwise
+    environment = {**os.environ, "LC_ALL": "C"}  # without it, sysctl formats numbers for the user's locale
     try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=plain
+        finished = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TOOL_TIMEOUT_SECONDS,
+            check=False,
+            env=environment,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return ran.stdout or None
+    return finished.stdout or None
 
 
 def parse_sysctl(text: str | None) -> dict[str, str]:
-    lines = (line.partition(":") for line in _whole_lines(text).splitlines())
+    lines = (line.partition(":") for line in _complete_lines(text).splitlines())
     return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
 
 def count(facts: Mapping[str, str], name: str) -> int | None:
-    """None for zero too: nothing has zero cores, bytes or hertz."""
+    """Return a positive number, or None: zero cores, bytes or hertz mean that nothing is reported."""
     value = facts.get(name, "")
     return (int(value) or None) if _NUMBER.fullmatch(value) else None
 
@@ -74,15 +83,15 @@ def is_apple_silicon(facts: Mapping[str, str]) -> bool:
 
 
 def is_translated(facts: Mapping[str, str]) -> bool:
-    """Whether sysctl itself ran under Rosetta, which it does when the process that started it does."""
+    """Whether sysctl ran under Rosetta, and therefore also the process that started it."""
     return facts.get("sysctl.proc_translated") == "1"
 
 
 def core_levels(facts: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Fast and slow physical cores; None and None where all cores are alike.
+    """Return the numbers of fast and slow physical cores; (None, None) where all cores are alike.
 
-    Levels go from fast to slow. Their names decide where there are any (macOS 12 has none), because an M5 Pro
-    has "Super" and "Performance" cores and no slow ones.
+    Levels are ordered from fast to slow. Where they have names (macOS 12 has none), the names decide: an
+    M5 Pro has "Super" and "Performance" cores, and no slow ones.
     """
     fast = slow = level = 0
     while cores := count(facts, f"hw.perflevel{level}.physicalcpu"):
@@ -96,13 +105,13 @@ def core_levels(facts: Mapping[str, str]) -> tuple[int | None, int | None]:
 
 
 def cpu_features(facts: Mapping[str, str]) -> tuple[str, ...]:
-    """What this process may execute. Under Rosetta that is the translated x86 set, and macOS reports it.
+    """Return the instruction sets that this process can execute; under Rosetta, the translated x86 ones.
 
-    Apple's AMX is missing on purpose: no feature flag tells of it.
+    Apple's AMX is absent because no feature flag reports it.
     """
     listed = (facts.get(f"machdep.cpu.{name}", "") for name in ("features", "leaf7_features"))
     names = {"AVX" if name == "AVX1.0" else name.upper() for name in " ".join(listed).split()}
-    if facts.get("hw.cputype") == _ARM64:  # the process's, not the chip's
+    if facts.get("hw.cputype") == _ARM64:  # of the process, not of the chip
         present = [name for name, value in facts.items() if value == "1"]
         names |= {_ARM_NAMES[name] for name in present if name in _ARM_NAMES}
         names |= {name.partition(".FEAT_")[2].upper() for name in present if ".FEAT_" in name}
@@ -110,20 +119,21 @@ def cpu_features(facts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def frequencies(facts: Mapping[str, str]) -> tuple[float | None, float | None]:
-    """Nominal and greatest MHz. Intel only, and macOS gives the nominal clock for both, without turbo."""
-    if is_apple_silicon(facts):  # silent by nature; under Rosetta an invented 2.4 GHz
+    """Return base and maximum frequency in MHz. Intel only; macOS gives the base for both, without turbo."""
+    if is_apple_silicon(facts):  # reports none; under Rosetta it claims 2.4 GHz
         return None, None
-    base, greatest = (count(facts, name) for name in ("hw.cpufrequency", "hw.cpufrequency_max"))
-    return base and base / 1e6, greatest and greatest / 1e6
+    base_hertz = count(facts, "hw.cpufrequency")
+    max_hertz = count(facts, "hw.cpufrequency_max")
+    return base_hertz and base_hertz / 1e6, max_hertz and max_hertz / 1e6
 
 
 def cache_bytes(facts: Mapping[str, str], cache: str) -> int | None:
-    """`cache` is l1d, l2 or l3, of the fast cores: the plain names tell of the slowest core, says Apple."""
+    """Return the size of l1d, l2 or l3 of the fast cores; names without a level mean the slowest core."""
     return count(facts, f"hw.perflevel0.{cache}cachesize") or count(facts, f"hw.{cache}cachesize")
 
 
 def swap_bytes(facts: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Total and used. macOS makes swap files as it needs them, so the total grows."""
+    """Return total and used swap. macOS creates swap files on demand, so the total grows."""
     found = _SWAP.search(facts.get("vm.swapusage", ""))
     if found is None:
         return None, None
@@ -136,21 +146,23 @@ def memory_pressure(facts: Mapping[str, str]) -> str | None:
 
 
 def memory_module(text: str | None) -> tuple[str | None, int | None]:
-    """Type and MT/s (which macOS calls MHz) of the first module; Apple Silicon does not tell the speed.
+    """Return type and MT/s (which macOS calls MHz) of the first module; Apple Silicon reports no speed.
 
-    Reads the plain form of the report as well as the JSON form. An M1 on macOS 11 says "lp_ddr4".
+    Accepts the plain and the JSON form of the report. An M1 on macOS 11 reports "lp_ddr4".
     """
-    report = _whole_lines(text)
-    kind, speed = _MODULE_TYPE.search(report), _MODULE_SPEED.search(report)
+    report = _complete_lines(text)
+    kind = _MODULE_TYPE.search(report)
+    speed = _MODULE_SPEED.search(report)
     return kind and kind[1].replace("_", "").upper(), speed and int(speed[1])
 
 
 def available_bytes(text: str | None) -> int | None:
-    """Free, file-backed and purgeable pages: what can be had without compressing anybody's memory.
+    """Return the size of free, file-backed and purgeable pages: memory available without compression.
 
-    That is what Activity Monitor leaves over beside App, Wired and Compressed, and what Linux calls
-    MemAvailable. Inactive pages, which psutil counts, are mostly anonymous: on the recorded 8 GB machine,
-    swapping already, they are 1.8 GB and the pages counted here 0.4 GB. File-backed includes speculative.
+    This is the remainder next to App, Wired and Compressed in Activity Monitor, and corresponds to
+    MemAvailable on Linux. Inactive pages, which psutil counts, are mostly anonymous: on the recorded 8 GB
+    machine, which was already swapping, they are 1.8 GB and the pages counted here 0.4 GB. File-backed pages
+    include speculative ones.
     """
     size = re.search(r"page size of ([0-9]{1,9}) bytes", text or "")
     pages = dict(_PAGES.findall(text or ""))
@@ -161,32 +173,34 @@ def available_bytes(text: str | None) -> int | None:
 
 
 def power_source(text: str | None) -> tuple[bool | None, float | None]:
-    """Whether the battery feeds the machine, and its percentage. A desktop Mac has no percentage."""
+    """Return whether the machine runs on battery, and its charge in percent; None for a desktop Mac."""
     source = re.search(r"Now drawing from '(AC|Battery) Power'", text or "")
     charge = re.search(r"InternalBattery.*?\b([0-9]{1,2}|100)%", text or "")
     return source and source[1] == "Battery", charge and float(charge[1])
 
 
 def speed_limits(text: str | None) -> tuple[int | None, int | None]:
-    """The percentages of its speed and of its scheduled time that the processor may use. Intel only."""
-    limits = dict(re.findall(r"\bCPU_(\w+)_Limit\s*=\s*([0-9]{1,2}|100)\n", _whole_lines(text)))
-    speed, scheduler = limits.get("Speed"), limits.get("Scheduler")
+    """Return the limits on CPU speed and on scheduled CPU time, in percent. Intel only."""
+    limits = dict(re.findall(r"\bCPU_(\w+)_Limit\s*=\s*([0-9]{1,2}|100)\n", _complete_lines(text)))
+    speed = limits.get("Speed")
+    scheduler = limits.get("Scheduler")
     return speed and int(speed), scheduler and int(scheduler)
 
 
 def thermal_pressure(text: str | None) -> str | None:
-    """The level that powermetrics shows to root, here without root.
+    """Return the level that powermetrics shows to root, here without root.
 
-    "nominal" proves little: notifyutil says 0 for a name that nobody publishes, too.
+    "nominal" is weak evidence: notifyutil also prints 0 for a name that nobody publishes.
     """
     found = re.fullmatch(r"com\.apple\.system\.thermalpressurelevel ([0-4])\s*", text or "")
     return found and _THERMAL_PRESSURES[int(found[1])]
 
 
-def _whole_lines(text: str | None) -> str:
-    """Without a last line that was cut off: half a number is still a number."""
-    return (text or "")[: (text or "").rfind("\n") + 1]
+def _complete_lines(text: str | None) -> str:
+    """Drop a truncated last line: a truncated number would still look like a number."""
+    report = text or ""
+    return report[: report.rfind("\n") + 1]
 
 
 def _bytes(amount: str, unit: str) -> int:
-    return round(float(amount.replace(",", ".")) * _BYTES[unit])
+    return round(float(amount.replace(",", ".")) * _UNIT_BYTES[unit])
