@@ -1,9 +1,9 @@
-"""Settings of the process that make training faster on this CPU, and only those.
+"""Process settings that make training faster on this CPU, each with the measurement behind it.
 
-A setting is switched on where a measurement showed a gain; `SETTINGS` says which measurement, and what was
-tried and left alone. Variables must stand in the environment before torch is loaded, so they are given to
-the child that trains. Precision is never read from a feature flag: bfloat16 products have killed processes
-(SIGILL) on CPUs that advertise them, and are many times slower on others. A child multiplies, and we look.
+A setting is enabled only where a measurement showed a gain. `settings_before_torch` and `LEFT_ALONE` give the
+reasons. Environment variables must be set before torch is loaded, so they are passed to the child that
+trains. Precision is never derived from a feature flag: bfloat16 products have killed processes (SIGILL) on
+CPUs that advertise them, and are many times slower on others. A child process measures it instead.
 """
 
 from __future__ import annotations
@@ -14,86 +14,90 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from macbook_optimization.children import ChildDied, Tell, run_in_child
 from macbook_optimization.hardware_detection import CPUSpecs, HardwareDetector, is_available
+from macbook_optimization.units import MIB
 
 PRECISIONS = ("float32", "bfloat16")
-BFLOAT16_GAIN = 1.2  # a coarser number must be at least this much faster
-_PROBE_SECONDS = 60
+BFLOAT16_GAIN = 1.2  # the lower precision must be at least this many times faster
+_PROBE_TIMEOUT_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     name: str
-    value: str | None  # None: left alone
+    value: str | None  # None: left at its default
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class CPUConfig:
     torch_threads: int
-    interop_threads: int | None  # None: left alone
+    interop_threads: int | None  # None: left at its default
     dataloader_workers: int
     mkl_enabled: bool
     onednn_enabled: bool
-    vectorization_enabled: bool  # torch chose AVX2, AVX-512 or NEON kernels
+    vectorization_enabled: bool  # torch uses AVX2, AVX-512 or NEON kernels
     settings: tuple[Setting, ...]
 
 
 def settings_before_torch(threads: int, platform: str = sys.platform, compact: bool = False) -> list[Setting]:
-    """What must be in the environment when torch is loaded."""
+    """Return the environment variables that must be set before torch is loaded.
+
+    `compact` selects an allocator that returns freed memory immediately.
+    """
     chosen = [
-        Setting("OMP_NUM_THREADS", str(threads), "one pool, as large as the measured thread count"),
-        Setting("MKL_NUM_THREADS", str(threads), "the matrix products of the same pool"),
-        Setting("OPENBLAS_NUM_THREADS", "1", "NumPy multiplies nothing here; 40 MB less address space"),
+        Setting("OMP_NUM_THREADS", str(threads), "one thread pool, of the measured size"),
+        Setting("MKL_NUM_THREADS", str(threads), "matrix products use the same pool"),
+        Setting("OPENBLAS_NUM_THREADS", "1", "NumPy computes no products here; saves 40 MB of address space"),
     ]
     if platform == "darwin":
-        why = "Accelerate does not follow torch's thread count (documented; not yet run on a Mac)"
+        why = "Accelerate ignores torch's thread count (documented; not yet run on a Mac)"
         chosen.append(Setting("VECLIB_MAXIMUM_THREADS", str(threads), why))
     if platform == "linux":
-        # Threads of GNU OpenMP that wait spin 300,000 rounds before they sleep.
-        why = "beside one busy program 68 to 76 steps instead of 5 to 30 in 8 s; on quiet cores no cost"
+        # By default, waiting threads of GNU OpenMP spin 300,000 times before they sleep.
+        why = "next to one busy program, 68 to 76 steps in 8 s instead of 5 to 30; no cost on idle cores"
         chosen.append(Setting("GOMP_SPINCOUNT", "2000", why))
-        why = "a heap for every thread takes 64 MB more address space; steps are as fast with one"
+        why = "one heap per thread takes 64 MB more address space each; steps are as fast with one heap"
         chosen.append(Setting("MALLOC_ARENA_MAX", "1", why))
     if compact and platform == "linux":
-        why = "freed memory goes back at once: lower peak, more page faults"
+        why = "freed memory is returned immediately: lower peak, more page faults"
         chosen.append(Setting("MALLOC_MMAP_THRESHOLD_", "65536", why))
     return chosen
 
 
-# Tried with bench/cpu_settings.py on two x86 cores, and without a gain that stands out of the noise.
+# Measured with bench/cpu_settings.py on two x86 cores: no gain above the noise.
 LEFT_ALONE = (
-    Setting("interop_threads", None, "the step is one chain of operations: nothing runs beside it"),
+    Setting("interop_threads", None, "a step is one chain of operations: nothing runs in parallel to it"),
     Setting("flush_denormal", None, "no gain on the real step"),
-    Setting("OMP_WAIT_POLICY", None, "PASSIVE halved the speed on quiet cores"),
-    Setting("oneDNN", None, "on by default; a step is as fast without it"),
+    Setting("OMP_WAIT_POLICY", None, "PASSIVE halved the speed on idle cores"),
+    Setting("oneDNN", None, "enabled by default; a step is as fast without it"),
 )
 
 
 def environment(threads: int, *, compact: bool = False) -> dict[str, str]:
-    """For the child that loads torch. What the user has set stands."""
+    """Return the variables for a child that loads torch, without those that the user has set."""
     chosen = settings_before_torch(threads, compact=compact)
     return {s.name: s.value for s in chosen if s.value is not None and s.name not in os.environ}
 
 
 class CPUOptimizer:
-    """Configures this process; `trm train` does the same to its trainer before it starts."""
+    """Configures this process. `trm train` applies the same settings to its trainer before it starts."""
 
     def __init__(self, cpu: CPUSpecs | None = None) -> None:
         self.cpu = cpu or HardwareDetector().detect_cpu_specs()
 
     def configure_torch_threads(self) -> int:
-        """Performance cores only, within the quota: every product waits for its slowest thread."""
+        """Use one thread per performance core, within the quota: a product waits for its slowest thread."""
         import torch
 
         torch.set_num_threads(self.cpu.compute_threads)
         return torch.get_num_threads()
 
     def setup_mkl_optimization(self) -> bool:
-        """Whether MKL does the products; its threads are set for children that have not loaded it yet."""
+        """Set MKL's threads for child processes that have not loaded it yet; return whether MKL is used."""
         import torch
 
         os.environ.update(environment(self.cpu.compute_threads))
@@ -108,12 +112,12 @@ class CPUOptimizer:
     def configure_all(self) -> CPUConfig:
         import torch
 
-        mkl = self.setup_mkl_optimization()
+        mkl_enabled = self.setup_mkl_optimization()
         return CPUConfig(
             torch_threads=self.configure_torch_threads(),
             interop_threads=None,
             dataloader_workers=self.configure_dataloader_workers(),
-            mkl_enabled=mkl,
+            mkl_enabled=mkl_enabled,
             onednn_enabled=is_available(torch.backends.mkldnn),
             vectorization_enabled=torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX"),
             settings=self.optimize_tensor_operations(),
@@ -121,60 +125,76 @@ class CPUOptimizer:
 
 
 class TensorOperationOptimizer:
+    """Applies the settings of tensor operations to this process."""
+
     def __init__(self, cpu: CPUSpecs | None = None) -> None:
         self.cpu = cpu or HardwareDetector().detect_cpu_specs()
 
     def optimize_for_training(self) -> tuple[Setting, ...]:
-        """Sets what helps, and tells what was set and what was left alone, each with its reason. Variables
-        count for children, and for this process if it has not loaded torch before."""
+        """Apply the settings that help; return these and the ones left alone, each with its reason.
+
+        Environment variables affect child processes, and this process if it has not loaded torch yet.
+        """
         os.environ.update(environment(self.cpu.compute_threads))
         threads = CPUOptimizer(self.cpu).configure_torch_threads()
-        counted = Setting("torch_threads", str(threads), "one for every core that computes at full speed")
-        return (counted, *settings_before_torch(threads), *LEFT_ALONE)
+        thread_setting = Setting("torch_threads", str(threads), "one per core that runs at full speed")
+        return (thread_setting, *settings_before_torch(threads), *LEFT_ALONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """`products` are operations per second by precision and threads; a precision that died is missing."""
+    """Measured speed of this CPU."""
 
-    products: dict[str, dict[int, float]]
-    bandwidth: float | None  # bytes per second of a large copy, read and write counted
+    products: dict[str, dict[int, float]]  # FLOP/s by precision and threads, without precisions that crashed
+    bandwidth: float | None  # bytes per second of a large copy; reads and writes both count
 
 
 def fastest_precision() -> str:
-    """bfloat16 where products in it are measured to be faster, float32 everywhere else."""
+    """Return "bfloat16" if a measurement shows that it is faster, else "float32"."""
     speeds, _ = measure_speeds([HardwareDetector().detect_cpu_specs().compute_threads])
     return choose_precision({name: max(rates.values()) for name, rates in speeds.products.items()})
 
 
 def choose_precision(rates: Mapping[str, float]) -> str:
-    """`rates` is work per second by precision; one that died or was not tried is missing."""
-    faster = rates.get("bfloat16", 0.0) >= BFLOAT16_GAIN * rates.get("float32", 0.0) > 0
-    return "bfloat16" if faster else "float32"
+    """Choose by work per second; a precision that crashed or was not measured is missing from `rates`."""
+    float32_rate = rates.get("float32", 0.0)
+    bfloat16_rate = rates.get("bfloat16", 0.0)
+    is_faster = float32_rate > 0 and bfloat16_rate >= BFLOAT16_GAIN * float32_rate
+    return "bfloat16" if is_faster else "float32"
 
 
 def measure_speeds(threads: list[int]) -> tuple[Speeds, dict[str, Any] | None]:
-    """Also what torch says of the platform, since a child has loaded it anyway.
+    """Measure products and memory bandwidth; also return the platform, since the child has loaded torch.
 
-    Each precision has a child of its own: one that dies is left out, and costs nothing.
+    Each precision runs in its own child process, so that one that crashes is only left out.
     """
     products: dict[str, dict[int, float]] = {}
-    platform = bandwidth = None
+    platform: dict[str, Any] | None = None
+    bandwidth: float | None = None
     for precision in PRECISIONS:
         try:
-            found = run_in_child(
+            measured: Survey = run_in_child(
                 f"{__name__}:survey", {"precision": precision, "threads": threads},
-                environment=environment(max(threads)), timeout_seconds=_PROBE_SECONDS,
+                environment=environment(max(threads)), timeout_seconds=_PROBE_TIMEOUT_SECONDS,
             )  # fmt: skip
         except ChildDied:
             continue
-        products[precision] = {int(count): rate for count, rate in found["products"].items()}
-        platform, bandwidth = found["platform"] or platform, found["bandwidth"] or bandwidth
+        products[precision] = {int(count): rate for count, rate in measured["products"].items()}
+        platform = measured["platform"] or platform
+        bandwidth = measured["bandwidth"] or bandwidth
     return Speeds(products, bandwidth), platform
 
 
-def survey(precision: str, threads: list[int], tell: Tell) -> dict[str, Any]:
-    """The body of the child. Copies and the platform are the same in every precision."""
+class Survey(TypedDict):
+    """The result of one child process. Keys of `products` become strings on the way, as JSON requires."""
+
+    products: dict[int, float]
+    bandwidth: float | None
+    platform: dict[str, Any] | None
+
+
+def survey(precision: str, threads: list[int], tell: Tell) -> Survey:
+    """Measure one precision, in a child. Bandwidth and platform do not depend on it: float32 reports them."""
     products = time_products(precision, threads)
     if precision != "float32":
         return {"products": products, "bandwidth": None, "platform": None}
@@ -185,7 +205,7 @@ def survey(precision: str, threads: list[int], tell: Tell) -> dict[str, Any]:
 def time_products(
     precision: str, threads: list[int], shape: tuple[int, int, int] = (1024, 512, 1024)
 ) -> dict[int, float]:
-    """Operations per second by threads, medians; the shape is about one micro-batch of the paper's model."""
+    """Return the median FLOP/s by threads. The shape is about one micro-batch of the paper's model."""
     import torch
 
     rows, inner, columns = shape
@@ -200,22 +220,22 @@ def time_products(
 
 
 def time_copies() -> float:
-    """Bytes per second moved by copying 128 MiB, read and write counted."""
+    """Return the bytes per second of copying 128 MiB; reads and writes both count."""
     import torch
 
-    source = torch.ones(32 * 2**20)
+    source = torch.ones(32 * MIB)  # elements of four bytes
     target = torch.empty_like(source)
     seconds = _median_seconds(lambda: target.copy_(source))
     return 2 * source.numel() * source.element_size() / seconds
 
 
-def _median_seconds(work: Callable[[], object], at_most_seconds: float = 0.3) -> float:
-    """After a warm-up, unless that took long enough to be the measurement."""
+def _median_seconds(work: Callable[[], object], enough_seconds: float = 0.3) -> float:
+    """Return the median time after one warm-up call, or the time of that call if it took long enough."""
     times: list[float] = []
-    while len(times) < 2 or sum(times[1:]) < at_most_seconds:
+    while len(times) < 2 or sum(times[1:]) < enough_seconds:
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
-        if times[0] > at_most_seconds:
+        if times[0] > enough_seconds:
             return times[0]
     return statistics.median(times[1:])

@@ -1,6 +1,6 @@
-"""Showing long work: a live bar on a terminal, and elsewhere a plain line every few seconds.
+"""Display of progress: a live bar on a terminal, a plain line every few seconds elsewhere.
 
-Progress goes to standard error, so that standard output holds results only.
+Progress is written to standard error, so that standard output holds only results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.progress import TimeRemainingColumn as EtaColumn
 
 
 class ProgressDisplay:
-    """Open while the work lasts. `update` may be called as often as one likes."""
+    """A context manager for the duration of the work. `update` is cheap and may be called often."""
 
     def __init__(self, plain_every_seconds: float = 5.0) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -33,7 +33,7 @@ class ProgressDisplay:
             TextColumn("eta"),
             EtaColumn(),
             console=self._console,
-            transient=True,  # what remains are messages and results
+            transient=True,  # only messages and results remain on the terminal
             disable=not self._console.is_terminal,
         )
 
@@ -48,19 +48,22 @@ class ProgressDisplay:
 
     def update(self, what: str, done: int, total: int, facts: str = "") -> None:
         if self._progress.disable:
-            now = time.monotonic()
-            due = self._next_line.setdefault(what, now + self._every_seconds)
-            if done >= total:
-                del self._next_line[what]
-            elif now >= due:
-                self._next_line[what] = now + self._every_seconds
-                self.message(f"{what}: {done}/{total} {facts}".rstrip())
+            self._print_if_due(what, done, total, facts)
             return
         if what not in self._bars:
             self._bars[what] = self._progress.add_task(what, total=total, facts=facts, completed=done)
-        going_on = done < total  # a finished bar makes room
-        self._progress.update(self._bars[what], completed=done, total=total, facts=facts, visible=going_on)
+        is_running = done < total  # a finished bar disappears
+        self._progress.update(self._bars[what], completed=done, total=total, facts=facts, visible=is_running)
+
+    def _print_if_due(self, what: str, done: int, total: int, facts: str) -> None:
+        now = time.monotonic()
+        due = self._next_line.setdefault(what, now + self._every_seconds)
+        if done >= total:
+            del self._next_line[what]
+        elif now >= due:
+            self._next_line[what] = now + self._every_seconds
+            self.message(f"{what}: {done}/{total} {facts}".rstrip())
 
     def message(self, text: str) -> None:
-        with suppress(OSError):  # a terminal that is gone, or a log on a full disk, is no reason to stop
+        with suppress(OSError):  # a closed terminal or a log on a full disk must not stop the work
             self._progress.console.print(text, markup=False, soft_wrap=True)

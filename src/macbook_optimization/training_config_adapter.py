@@ -1,7 +1,7 @@
 """Recipe x hardware -> plan, with a reason for every choice.
 
-The plan says how this machine carries a recipe out, and never what is learned. A smaller recipe for a small
-machine is another recipe, which the user asks for and sees as a list of changes.
+A plan describes how this machine executes a recipe, never what is learned. A smaller recipe for a small
+machine is a different recipe, which the user requests and sees as a list of changes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from macbook_optimization.errors import MemoryBudgetError
-from macbook_optimization.hardware_detection import GIB, HardwareSpecs
-from macbook_optimization.memory_management import MARGIN, MIB, MemoryModel
+from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.memory_management import MARGIN, MemoryModel
+from macbook_optimization.units import GIB, MIB
 
 Checkpointing = Literal["none", "alternate", "all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a machine of this size should be able to train; sizes are the documented ones, not measured."""
+    """A model and plan for machines of one memory size. The values are documented ones, not measured."""
 
     name: str
     memory_gb: int
@@ -41,13 +42,15 @@ PROFILES = (
     Profile("32gb", 32, 512, 16, 3, 4.0, 768, 8, 4, 24000, 8),
 )
 
-# Adam's step hardly depends on the gradient's size, so its noise, and not its mean, sets the rate:
-# it grows with the square root of the batch. The paper's rate belongs to its batch of 768.
-PAPER_BATCH, PAPER_LEARNING_RATE = 768, 1e-4
+# Adam's step size hardly depends on the size of the gradient. The noise of the gradient, not its mean, limits
+# the learning rate, which therefore grows with the square root of the batch size. The paper's rate belongs to
+# its batch of 768.
+PAPER_BATCH = 768
+PAPER_LEARNING_RATE = 1e-4
 
 
 def profile_for(total_memory: int) -> Profile:
-    """The largest that the machine has the memory for; firmware takes up to a tenth of what is sold."""
+    """Return the largest profile that fits; firmware may reserve up to a tenth of the nominal memory."""
     fitting = [p for p in PROFILES if 0.9 * p.memory_gb * GIB <= total_memory]
     return fitting[-1] if fitting else PROFILES[0]
 
@@ -65,13 +68,13 @@ class BatchPlan:
 def plan_batches(
     effective_batch_size: int, memory: MemoryModel, budget_bytes: int, at_most: int | None = None
 ) -> BatchPlan:
-    """Cuts one effective batch into the fewest equal-as-possible micro-batches that fit with a margin."""
+    """Split one effective batch into the fewest micro-batches of nearly equal size that fit with a margin."""
     largest = memory.largest_batch(budget_bytes * (1 - MARGIN))
     if largest < 1:
         needed = math.ceil(memory.needed_bytes() / MIB)
         raise MemoryBudgetError(
-            f"One example at a time needs {needed} MiB and the budget is {budget_bytes // MIB} MiB.",
-            hint=f"Close other programs, or allow more: plan.memory_limit_mb={needed}",
+            f"One example at a time needs {needed} MiB, but the budget is {budget_bytes // MIB} MiB.",
+            hint=f"Close other programs, or raise the limit: plan.memory_limit_mb={needed}",
         )
     steps = math.ceil(effective_batch_size / min(largest, at_most or largest))
     return BatchPlan(math.ceil(effective_batch_size / steps), steps)
@@ -79,36 +82,38 @@ def plan_batches(
 
 @dataclass(frozen=True, slots=True)
 class TrainingParams:
-    """The plan: how this machine carries the recipe out."""
+    """The plan: how this machine executes a recipe."""
 
     micro_batch_size: int
     accumulation_steps: int
     threads: int
-    lanes: int = 1  # pieces of a micro-batch that are computed side by side, with their share of the threads
+    lanes: int = 1  # worker threads; each computes micro-batches with its share of `threads`
     precision: str = "float32"
-    gradient_checkpointing: Checkpointing = "none"  # layers that are computed twice to save memory
-    allocator: str = "system"  # or "compact": gives freed memory back at once
+    gradient_checkpointing: Checkpointing = "none"  # layers that are recomputed to save memory
+    allocator: str = "system"  # or "compact": returns freed memory immediately
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     memory: MemoryModel | None = None  # the measured line
     samples_per_second: float | None = None  # as measured
     reasons: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    settling: bool = False  # only to begin with: the first steps will tell what is better
+    settling: bool = False  # provisional: auto-tuning during the first steps will replace it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        known = {name: facts[name] for name in (f.name for f in fields(cls)) if name in facts}
-        memory = known.get("memory")
-        known["memory"] = MemoryModel(**memory) if memory else None
-        known["warnings"] = tuple(known.get("warnings", ()))
-        return cls(**known)
+        """Read a saved plan; unknown keys of other versions are ignored."""
+        names = [each.name for each in fields(cls)]
+        values = {name: facts[name] for name in names if name in facts}
+        memory = values.get("memory")
+        values["memory"] = MemoryModel(**memory) if memory else None
+        values["warnings"] = tuple(values.get("warnings", ()))
+        return cls(**values)
 
     def cut_to(self, micro_batch_size: int, effective_batch_size: int, reason: str) -> Self:
-        """The same plan with smaller cuts."""
+        """Return the same plan with another micro-batch size."""
         return replace(
             self,
             micro_batch_size=micro_batch_size,
@@ -118,9 +123,9 @@ class TrainingParams:
         )
 
     def explain(self) -> list[str]:
-        """One line a choice."""
+        """Return one line per choice that has a reason."""
         in_lanes = f" in {self.lanes} lanes" if self.lanes > 1 else ""
-        shown = {
+        choices = {
             "micro_batch_size": f"{self.accumulation_steps} x {self.micro_batch_size} examples",
             "threads": f"{self.threads} thread{'s' if self.threads > 1 else ''}{in_lanes}",
             "precision": self.precision,
@@ -128,12 +133,12 @@ class TrainingParams:
             "allocator": f"allocator: {self.allocator}",
             "memory": f"memory: about {(self.predicted_peak_bytes or 0) / MIB:,.0f} MiB",
         }
-        return [f"{text} ({self.reasons[name]})" for name, text in shown.items() if name in self.reasons]
+        return [f"{text} ({self.reasons[name]})" for name, text in choices.items() if name in self.reasons]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizedTrainingConfig:
-    """Everything about a training on this machine in one flat record, for code that has no recipe."""
+    """All settings of training on this machine in one flat record, for code that has no recipe."""
 
     batch_size: int
     gradient_accumulation_steps: int
@@ -158,10 +163,10 @@ class OptimizedTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """`errors` cannot run here; `corrections` are values for plan-level settings that cannot work."""
+    """The result of validation: problems, and values that replace plan-level settings that cannot work."""
 
-    errors: tuple[str, ...]
-    warnings: tuple[str, ...]
+    errors: tuple[str, ...]  # the configuration cannot run on this machine
+    warnings: tuple[str, ...]  # one per correction
     suggestions: tuple[str, ...]
     corrections: Mapping[str, Any]
 
@@ -171,7 +176,7 @@ class ValidationResult:
 
 
 class TrainingConfigAdapter:
-    """Holds the machine that configurations are adapted to; by default the one it runs on."""
+    """Adapts configurations to a machine; by default the one it runs on."""
 
     def __init__(self, hardware: HardwareSpecs | None = None) -> None:
         self._hardware = hardware
@@ -187,26 +192,26 @@ class TrainingConfigAdapter:
     def adapt_model_config(
         self, base_config: Mapping[str, Any], hardware_specs: HardwareSpecs | None = None
     ) -> dict[str, Any]:
-        """`base_config`, no larger than the profile of the machine, and completed from it."""
+        """Limit `base_config` to the profile of the machine, and fill in what it lacks."""
         profile = profile_for((hardware_specs or self.hardware).memory.total_memory)
         adapted = dict(base_config)
         for name in ("hidden_size", "L_layers", "expansion"):
             adapted[name] = min(base_config.get(name, math.inf), getattr(profile, name))
         if "seq_len" in base_config:
             adapted["seq_len"] = min(base_config["seq_len"], profile.max_sequence_length)
-        wanted = min(base_config.get("num_heads", profile.num_heads), adapted["hidden_size"])
-        adapted["num_heads"] = fitting_heads(adapted["hidden_size"], wanted)
+        max_heads = min(base_config.get("num_heads", profile.num_heads), adapted["hidden_size"])
+        adapted["num_heads"] = fitting_heads(adapted["hidden_size"], max_heads)
         return adapted
 
     def calculate_training_parameters(
         self, dataset_size: int, hardware_specs: HardwareSpecs | None = None
     ) -> OptimizedTrainingConfig:
-        """The profile's batch within the memory there is; the rate follows from it, steps from the data."""
+        """Take the batch from the profile, the learning rate from the batch, and the steps from the data."""
         hardware = hardware_specs or self.hardware
         profile = profile_for(hardware.memory.total_memory)
         limit_mb = min(profile.memory_limit_mb, int(0.8 * hardware.memory.available_memory / MIB))
         effective = profile.batch_size * profile.gradient_accumulation_steps
-        max_steps = max(1000, math.ceil(100 * dataset_size / effective))  # each example about a hundred times
+        max_steps = max(1000, math.ceil(100 * dataset_size / effective))  # about a hundred epochs
         return OptimizedTrainingConfig(
             batch_size=profile.batch_size,
             gradient_accumulation_steps=profile.gradient_accumulation_steps,
@@ -214,7 +219,7 @@ class TrainingConfigAdapter:
             memory_limit_mb=limit_mb,
             enable_memory_monitoring=True,
             dynamic_batch_sizing=True,
-            num_workers=0,  # a mapped file and a thread are safer (workers hurt on macOS, as reported)
+            num_workers=0,  # a mapped file and a thread are safer (workers are reported to be slow on macOS)
             pin_memory=False,  # helps copies to a GPU only
             use_mkl=hardware.cpu.architecture == "x86_64",
             learning_rate=scaled_learning_rate(PAPER_LEARNING_RATE, PAPER_BATCH, effective),
@@ -228,57 +233,67 @@ class TrainingConfigAdapter:
     def validate_configuration(
         self, config: Mapping[str, Any] | OptimizedTrainingConfig | TrainingParams
     ) -> ValidationResult:
-        """Everything at once: what cannot run on this machine, and what was corrected so that it can.
+        """Report every setting that cannot run on this machine, and the corrections that make it run.
 
-        Knows the plan's names and the documented ones; other keys are the recipe's own business.
+        Only names of the plan and documented names are checked; the recipe validates its other keys itself.
         """
         values = dict(config) if isinstance(config, Mapping) else asdict(config)
-        check = _Check(self.hardware)
+        validator = _Validator(self.hardware)
         for name, value in values.items():
             if value is not None and name in _CHECKS:
-                _CHECKS[name](check, name, value)
-        check.heads(values)
+                _CHECKS[name](validator, name, value)
+        validator.heads(values)
         return ValidationResult(
-            tuple(check.errors), tuple(check.warnings), tuple(check.suggestions), check.corrections
+            errors=tuple(validator.errors),
+            warnings=tuple(validator.warnings),
+            suggestions=tuple(validator.suggestions),
+            corrections=validator.corrections,
         )
 
 
 def fitting_heads(hidden_size: int, wanted: int) -> int:
-    """The most heads, up to `wanted`, that divide the hidden size into parts of even size."""
-    fitting = (h for h in range(max(1, wanted), 0, -1) if hidden_size % h == 0 and hidden_size // h % 2 == 0)
-    return next(fitting, 1)
+    """Return the largest number of heads, up to `wanted`, that gives heads of equal and even size."""
+    for heads in range(max(1, wanted), 0, -1):
+        head_size, remainder = divmod(hidden_size, heads)
+        if remainder == 0 and head_size % 2 == 0:
+            return heads
+    return 1
 
 
-class _Check:
+class _Validator:
+    """Collects the problems of a configuration; each method checks one kind of setting."""
+
     def __init__(self, hardware: HardwareSpecs) -> None:
-        self.cpu, self.memory = hardware.cpu, hardware.memory
+        self.cpu = hardware.cpu
+        self.memory = hardware.memory
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.suggestions: list[str] = []
         self.corrections: dict[str, Any] = {}
 
-    def correct(self, name: str, value: Any, to: Any, why: str) -> None:
-        self.corrections[name] = to
-        self.warnings.append(f"{name} is {to} instead of {value}: {why}")
+    def correct(self, name: str, value: Any, corrected: Any, reason: str) -> None:
+        self.corrections[name] = corrected
+        self.warnings.append(f"{name} is {corrected} instead of {value}: {reason}")
 
     def positive(self, name: str, value: Any) -> bool:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-        if not good:
-            self.errors.append(f"{name} is {value!r}; it must be a number above 0")
-        return good
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and 0 < value < math.inf:
+            return True
+        self.errors.append(f"{name} is {value!r}; it must be a number above 0")
+        return False
 
     def threads(self, name: str, value: Any) -> None:
-        most = self.cpu.threads if self.cpu.quota is None else max(1, int(self.cpu.quota))
-        if self.positive(name, value) and value > most:
-            self.correct(name, value, self.cpu.compute_threads, f"this machine runs {most} threads at once")
+        limit = self.cpu.threads if self.cpu.quota is None else max(1, int(self.cpu.quota))
+        if self.positive(name, value) and value > limit:
+            reason = f"this machine runs {limit} threads in parallel"
+            self.correct(name, value, self.cpu.compute_threads, reason)
 
     def workers(self, name: str, value: Any) -> None:
         if not isinstance(value, int) or value < 0:
             self.errors.append(f"{name} is {value!r}; it must be 0 or more")
         elif value > self.cpu.threads:
-            self.correct(
-                name, value, self.cpu.threads, f"this machine runs {self.cpu.threads} threads at once"
-            )
+            reason = f"this machine runs {self.cpu.threads} threads in parallel"
+            self.correct(name, value, self.cpu.threads, reason)
 
     def limit(self, name: str, value: Any) -> None:
         total_mb = self.memory.total_memory // MIB
@@ -287,39 +302,41 @@ class _Check:
 
     def pinned(self, name: str, value: Any) -> None:
         if value:
-            self.correct(name, value, False, "it helps copies to a GPU only")
+            self.correct(name, value, False, "it only speeds up copies to a GPU")
 
     def rate(self, name: str, value: Any) -> None:
         if self.positive(name, value) and value >= 1:
-            self.errors.append(f"{name} is {value}; it must lie between 0 and 1")
+            self.errors.append(f"{name} is {value}; it must be between 0 and 1")
             self.suggestions.append(
                 f"{name}={PAPER_LEARNING_RATE:g} is the paper's, for a batch of {PAPER_BATCH}"
             )
 
     def size(self, name: str, value: Any) -> None:
-        """A wish beyond the machine's profile may still fit; only a measurement tells."""
+        """Suggest the size of the profile. A larger one may still fit; only a measurement shows that."""
         profile = profile_for(self.memory.total_memory)
-        usual = getattr(profile, {"num_layers": "L_layers"}.get(name, name))
-        if self.positive(name, value) and value > usual:
-            self.suggestions.append(f"{name}={usual:g} suits a machine of this size ({profile.name} profile)")
+        suggested = getattr(profile, {"num_layers": "L_layers"}.get(name, name))
+        if self.positive(name, value) and value > suggested:
+            machine = f"a machine of this size ({profile.name} profile)"
+            self.suggestions.append(f"{name}={suggested:g} suits {machine}")
 
     def heads(self, values: Mapping[str, Any]) -> None:
-        hidden_size, num_heads = values.get("hidden_size") or 0, values.get("num_heads") or 0
-        counted = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
-        if counted and hidden_size % num_heads:
+        hidden_size = values.get("hidden_size") or 0
+        num_heads = values.get("num_heads") or 0
+        are_integers = isinstance(hidden_size, int) and isinstance(num_heads, int)
+        if are_integers and num_heads > 0 and hidden_size % num_heads:
             self.errors.append(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
             self.suggestions.append(f"num_heads={fitting_heads(hidden_size, num_heads)}")
 
 
 _CHECKS = {
-    **dict.fromkeys(("threads", "cpu_threads", "torch_threads"), _Check.threads),
-    **dict.fromkeys(("num_workers", "preprocessing_workers"), _Check.workers),
-    **dict.fromkeys(("hidden_size", "L_layers", "num_layers", "max_sequence_length"), _Check.size),
+    **dict.fromkeys(("threads", "cpu_threads", "torch_threads"), _Validator.threads),
+    **dict.fromkeys(("num_workers", "preprocessing_workers"), _Validator.workers),
+    **dict.fromkeys(("hidden_size", "L_layers", "num_layers", "max_sequence_length"), _Validator.size),
     **dict.fromkeys(
         ("batch_size", "micro_batch_size", "gradient_accumulation_steps", "max_steps", "num_heads"),
-        _Check.positive,
+        _Validator.positive,
     ),
-    "memory_limit_mb": _Check.limit,
-    "pin_memory": _Check.pinned,
-    "learning_rate": _Check.rate,
+    "memory_limit_mb": _Validator.limit,
+    "pin_memory": _Validator.pinned,
+    "learning_rate": _Validator.rate,
 }
