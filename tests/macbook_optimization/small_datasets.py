@@ -6,7 +6,7 @@ from macbook_optimization.dataset_files import FIELDS
 
 
 def write_set(directory, examples_per_puzzle, row_len=16, dtype=np.uint8, seed=0):
-    """Puzzles of several examples each, with identifiers that are not their numbers."""
+    """Write puzzles of several examples each, with identifiers that differ from their positions."""
     rng = np.random.default_rng(seed)
     count = sum(examples_per_puzzle)
     arrays = {

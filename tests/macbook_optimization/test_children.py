@@ -1,4 +1,4 @@
-"""Children: answers, errors and deaths come back; nothing of them outlives the parent."""
+"""Children return values, errors and the cause of a crash; none of them outlives its parent."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ def double(number, tell):
 
 
 def refuse(tell):
-    raise DataError("no such puzzle", hint="look again")
+    raise DataError("no such puzzle", hint="try another")
 
 
 def crash(tell):
@@ -59,19 +59,19 @@ def in_child(function, arguments=None, **settings):
     return run_in_child(f"test_children:{function}", arguments or {}, environment=variables, **settings)
 
 
-def test_a_child_answers_and_tells_on_its_way():
+def test_a_child_reports_rows_and_returns_a_value():
     rows = []
     assert in_child("double", {"number": 3}, tell=rows.append) == 6
     assert rows == [{"half": 1.5}]
 
 
-def test_an_error_that_a_user_can_fix_crosses_over():
+def test_an_error_that_a_user_can_fix_is_raised_in_the_parent():
     with pytest.raises(DataError, match="no such puzzle") as caught:
         in_child("refuse")
-    assert caught.value.hint == "look again"
+    assert caught.value.hint == "try another"
 
 
-def test_a_bug_in_a_child_is_told_from_a_death():
+def test_an_exception_in_a_child_is_distinguished_from_a_kill():
     with pytest.raises(ChildDied) as caught:
         in_child("crash")
     assert caught.value.traceback_shown
@@ -79,7 +79,7 @@ def test_a_bug_in_a_child_is_told_from_a_death():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, signal.SIGBUS])
-def test_a_death_says_how_and_keeps_what_was_told(number):
+def test_a_killed_child_names_the_signal_and_its_rows_are_kept(number):
     rows = []
     with pytest.raises(ChildDied, match=number.name) as caught:
         in_child("die", {"number": number}, tell=rows.append)
@@ -87,13 +87,13 @@ def test_a_death_says_how_and_keeps_what_was_told(number):
     assert rows == ["last words"]
 
 
-def test_an_exit_of_a_library_is_a_death_with_its_words():
+def test_the_exit_of_a_library_keeps_its_last_line_of_output():
     with pytest.raises(ChildDied, match="Thread creation failed") as caught:
         in_child("leave", {"code": 1})
     assert (caught.value.code, caught.value.traceback_shown) == (1, False)
 
 
-def test_a_child_that_hangs_is_ended():
+def test_a_child_that_hangs_is_killed_after_its_timeout():
     started = time.monotonic()
     with pytest.raises(ChildDied, match="took too long") as caught:
         in_child("hang", timeout_seconds=1.0)
@@ -111,7 +111,7 @@ def test_the_peak_of_a_child_is_its_own_and_not_that_of_a_large_parent():
     assert len(ballast) == 300 * 2**20
 
 
-def test_an_interrupted_parent_takes_a_silent_child_with_it():
+def test_a_silent_child_ends_with_its_interrupted_parent():
     code = (
         "from macbook_optimization.children import run_in_child\n"
         "run_in_child('test_children:hang', {}, tell=lambda pid: print(pid, flush=True))"
@@ -128,7 +128,7 @@ def test_an_interrupted_parent_takes_a_silent_child_with_it():
 
 
 @pytest.mark.parametrize(("limit", "memory"), [(resource.RLIM_INFINITY, False), (2**32, True)])
-def test_a_name_that_an_import_lacks_is_a_bug_unless_memory_is_limited(monkeypatch, limit, memory):
+def test_an_import_error_is_an_oom_only_under_a_memory_limit(monkeypatch, limit, memory):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     assert ChildDied(1, True, "ImportError(\"cannot import name 'x' from 'y'\")").of_memory is memory
     assert not ChildDied(1, True, "KeyError('x')").of_memory

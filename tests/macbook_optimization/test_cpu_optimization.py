@@ -1,4 +1,4 @@
-"""What is set, what is left alone, and precision by measurement."""
+"""Settings of the process, and the choice of a precision by measurement."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_bfloat16_must_be_clearly_faster(rates, chosen):
 
 @pytest.mark.slow
 def test_a_precision_that_kills_its_child_is_left_out(monkeypatch):
-    """As on a CPU that advertises an instruction and does not have it."""
+    """As on a CPU that advertises an instruction that it lacks."""
     real = cpu_optimization.run_in_child
 
     def one_dies(target, arguments, **settings):
@@ -50,7 +50,7 @@ def test_a_precision_that_kills_its_child_is_left_out(monkeypatch):
     assert fastest_precision() == "float32"
 
 
-def test_variables_of_the_user_stand(monkeypatch):
+def test_variables_that_the_user_has_set_are_not_changed(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     chosen = environment(3)
@@ -68,6 +68,6 @@ def test_every_setting_gives_its_reason_and_belongs_to_its_system(platform):
         assert setting.why
 
 
-def test_a_survey_tells_speed_by_threads():
+def test_a_survey_returns_the_speed_by_threads():
     found = survey("float32", [1], tell=lambda row: None)
     assert set(found["products"]) == {1}

@@ -42,14 +42,14 @@ def test_a_cache_holds_the_same_rows_in_the_narrowest_type(tmp_path, chunk_rows)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_progress_counts_up_to_the_end_whoever_works(dataset, tmp_path, workers):
-    heard = []
+def test_progress_counts_up_to_the_total_for_any_number_of_workers(dataset, tmp_path, workers):
+    reported = []
     settings = DatasetSettings(chunk_size_mb=1e-3, preprocessing_workers=workers)
-    DatasetManager(settings).preprocess_and_cache(dataset, tmp_path, lambda *told: heard.append(told))
-    done = [told[1] for told in heard]
+    DatasetManager(settings).preprocess_and_cache(dataset, tmp_path, lambda *row: reported.append(row))
+    done = [row[1] for row in reported]
     assert len(done) > 10
     assert done == sorted(done)
-    assert done[-1] == heard[-1][2]
+    assert done[-1] == reported[-1][2]
 
 
 def test_a_cached_dataset_is_a_dataset(tmp_path):
@@ -70,7 +70,7 @@ def test_a_second_call_finds_the_cache_and_writes_nothing(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_cache_is_named_when_it_is_opened_and_made_again(dataset, tmp_path, damage):
+def test_a_damaged_cache_is_refused_when_opened_and_rebuilt_on_the_next_call(dataset, tmp_path, damage):
     manager = DatasetManager()
     cache = manager.preprocess_and_cache(dataset, tmp_path / "cache")
     file = cache / "train" / "all__labels.npy"
@@ -87,7 +87,7 @@ def test_a_damaged_cache_is_named_when_it_is_opened_and_made_again(dataset, tmp_
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
 
 
-def test_a_changed_dataset_has_another_cache_and_a_copy_the_same(dataset, tmp_path):
+def test_a_changed_dataset_has_another_cache_and_a_copy_shares_it(dataset, tmp_path):
     manager = DatasetManager()
     first = manager.preprocess_and_cache(dataset, tmp_path / "cache")
     copy = shutil.copytree(dataset, tmp_path / "copy")
@@ -98,19 +98,19 @@ def test_a_changed_dataset_has_another_cache_and_a_copy_the_same(dataset, tmp_pa
     assert manager.preprocess_and_cache(copy, tmp_path / "cache") != first
 
 
-def test_an_interrupted_call_leaves_nothing_that_is_taken_for_a_cache(dataset, tmp_path):
-    """Killed while it wrote: what it left lies under another name, and the next call clears it away."""
+def test_the_leftovers_of_a_killed_call_are_removed_and_never_used(dataset, tmp_path):
+    """A call that was killed while writing leaves a temporary directory, which the next call removes."""
     cache = DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache")
-    gone = next(pid for pid in range(2**22, 2, -1) if not psutil.pid_exists(pid))
-    left = cache.rename(cache.with_name(f".{cache.name}.{gone}-1.partial"))
-    (left / "test" / "all__labels.npy").unlink()
+    dead_pid = next(pid for pid in range(2**22, 2, -1) if not psutil.pid_exists(pid))
+    leftover = cache.rename(cache.with_name(f".{cache.name}.{dead_pid}-1.partial"))
+    (leftover / "test" / "all__labels.npy").unlink()
     assert DatasetManager().preprocess_and_cache(dataset, tmp_path / "cache") == cache
     assert_same(expected(cache, "test"), expected(dataset, "test"))
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 def test_a_cache_that_could_not_be_written_is_absent(dataset, tmp_path):
-    """A limit on the size of files stands for a full disk."""
+    """A limit on the size of files simulates a full disk."""
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
@@ -121,7 +121,7 @@ def test_a_cache_that_could_not_be_written_is_absent(dataset, tmp_path):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_calls_at_the_same_time_make_one_cache(dataset, tmp_path):
+def test_concurrent_calls_write_one_cache(dataset, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         calls = [
             pool.submit(DatasetManager().preprocess_and_cache, dataset, tmp_path / "cache") for _ in range(24)
@@ -132,12 +132,12 @@ def test_calls_at_the_same_time_make_one_cache(dataset, tmp_path):
 
 
 @given(least=st.integers(-(2**63), 2**63 - 1), size=st.integers(0, 2**63 - 1))
-def test_the_narrowest_type_holds_the_values_and_half_of_it_does_not(least, size):
+def test_the_narrowest_type_holds_the_values_and_no_smaller_type_does(least, size):
     most = min(least + size, 2**63 - 1)
     dtype = narrowest_dtype(least, most)
     assert np.iinfo(dtype).min <= least
     assert most <= np.iinfo(dtype).max
     if dtype.itemsize > 1:
         for kind in "iu":
-            half = np.iinfo(f"{kind}{dtype.itemsize // 2}")
-            assert least < half.min or most > half.max
+            smaller = np.iinfo(f"{kind}{dtype.itemsize // 2}")
+            assert least < smaller.min or most > smaller.max

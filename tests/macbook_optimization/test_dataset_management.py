@@ -1,4 +1,4 @@
-"""However a dataset is read, the rows are the same, memory is bounded, and damage is named."""
+"""Every strategy reads the same rows with bounded memory, and errors name the damaged file."""
 
 import os
 import threading
@@ -143,7 +143,7 @@ def test_the_analysis_counts_what_the_files_hold(dataset):
 
 
 def test_an_analysis_reads_headers_and_not_data(dataset):
-    """Half a terabyte of zeros that occupies no disk, by its header and by its length."""
+    """The file is sparse: half a terabyte of zeros that takes no disk space."""
     path = dataset / "train" / "all__inputs.npy"
     header = {"descr": "|u1", "fortran_order": False, "shape": (31, 2**34)}
     with path.open("wb") as file:
@@ -154,7 +154,7 @@ def test_an_analysis_reads_headers_and_not_data(dataset):
     assert analysis.recommended_strategy == "streaming"
 
 
-def test_the_memory_of_this_machine_is_asked_for_when_none_is_given(dataset):
+def test_the_available_memory_of_this_machine_is_the_default(dataset):
     used = DatasetManager().analyze_dataset_requirements(dataset).memory_utilization_percent
     assert 0 < used < 1
 
@@ -184,7 +184,7 @@ def test_the_strategy_follows_from_size_memory_and_settings(size_mb, available_m
     caching=st.booleans(),
     fallback=st.booleans(),
 )
-def test_what_is_loaded_whole_leaves_half_of_the_memory_free(size, available, caching, fallback):
+def test_a_dataset_held_in_memory_takes_at_most_half_of_it(size, available, caching, fallback):
     settings = DatasetSettings(enable_caching=caching, auto_fallback_streaming=fallback)
     strategy, reason = choose_strategy(size, available, settings)
     if strategy == "memory":
@@ -220,7 +220,7 @@ def test_an_array_of_objects_is_not_loaded(dataset, field):
 
 
 @pytest.mark.filterwarnings("ignore:Reading `.npy`:UserWarning")  # some changes look like Python 2
-def test_no_changed_byte_of_a_header_is_a_crash(dataset):
+def test_a_changed_byte_of_a_header_never_crashes(dataset):
     path = dataset / "train" / "all__inputs.npy"
     whole = path.read_bytes()
     for position in range(128):
@@ -251,7 +251,7 @@ def test_arrays_that_do_not_belong_together_are_refused(dataset, field, change, 
         DatasetManager().create_memory_efficient_dataloader(dataset, 4)
 
 
-def test_a_directory_that_is_no_dataset_is_refused(dataset, tmp_path):
+def test_a_directory_that_is_not_a_dataset_is_refused(dataset, tmp_path):
     manager = DatasetManager()
     with pytest.raises(DataError, match="There is no dataset at"):
         manager.analyze_dataset_requirements([tmp_path / "nowhere"])
@@ -264,7 +264,7 @@ def test_a_directory_that_is_no_dataset_is_refused(dataset, tmp_path):
         manager.analyze_dataset_requirements([])
 
 
-def test_settings_that_cannot_work_are_refused_all_at_once(dataset):
+def test_all_invalid_settings_are_reported_together(dataset):
     with pytest.raises(ConfigError) as caught:
         DatasetSettings(chunk_size_mb=0, cache_threshold_mb=-1, streaming_threshold_mb=float("nan"))
     assert all(name in str(caught.value) for name in ("chunk_size_mb", "cache_thr", "streaming_thr"))

@@ -1,4 +1,4 @@
-"""Rows in any order, by every strategy the same."""
+"""Every strategy returns the same rows, in any order."""
 
 import os
 
@@ -34,18 +34,19 @@ def test_every_strategy_gives_the_same_rows(tmp_path_factory, seed, order, dtype
     rng = np.random.default_rng(seed)
     readers = [RowReader(stored, strategy, cache_bytes=500) for strategy in STRATEGIES]
     for _ in range(5):
-        examples, coming = rng.integers(0, 100, 7), rng.integers(0, 100, 7)
+        examples = rng.integers(0, 100, 7)
+        upcoming = rng.integers(0, 100, 7)
         for reader in readers:
             inputs, labels = reader.take(examples)
             np.testing.assert_array_equal(inputs, arrays["inputs"][examples])
             np.testing.assert_array_equal(labels, arrays["labels"][examples])
-            reader.ahead(coming)
-            np.testing.assert_array_equal(reader.take(coming)[0], arrays["inputs"][coming])
+            reader.ahead(upcoming)
+            np.testing.assert_array_equal(reader.take(upcoming)[0], arrays["inputs"][upcoming])
     for reader in readers:
         reader.close()
 
 
-def test_rows_may_be_changed_by_who_asked_for_them(tmp_path):
+def test_rows_are_copies_that_the_caller_may_change(tmp_path):
     stored, arrays = files(tmp_path)
     for strategy in STRATEGIES:
         reader = RowReader(stored, strategy, cache_bytes=10**6)
@@ -55,9 +56,10 @@ def test_rows_may_be_changed_by_who_asked_for_them(tmp_path):
 
 
 @given(st.lists(st.integers(0, 20), max_size=200), st.integers(1, 400))
-def test_a_cache_keeps_the_rows_that_were_used_last_within_its_budget(asked, budget):
-    cache, used = RowCache(budget), []
-    for example in asked:
+def test_a_cache_keeps_the_most_recently_used_rows_within_its_budget(requests, budget):
+    cache = RowCache(budget)
+    used = []
+    for example in requests:
         if cache.get(example) is None:
             cache.put(example, (np.zeros(20, np.uint8), np.zeros(20, np.uint8)))
         used = [other for other in used if other != example] + [example]
@@ -66,7 +68,7 @@ def test_a_cache_keeps_the_rows_that_were_used_last_within_its_budget(asked, bud
         assert cache.bytes == 40 * len(cache.rows) <= max(budget, 40)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
+def test_a_file_truncated_while_in_use_is_named(tmp_path):
     stored, _ = files(tmp_path)
     reader = RowReader(stored, "streaming")
     os.truncate(tmp_path / "labels.npy", 500)
@@ -77,7 +79,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
         reader.take(np.array([0]))
 
 
-def test_a_disk_that_fails_is_told_with_the_file(tmp_path):
+def test_a_read_error_names_the_file(tmp_path):
     stored, _ = files(tmp_path)
     reader = RowReader(stored, "streaming")
     for descriptor in reader.descriptors:
@@ -86,18 +88,18 @@ def test_a_disk_that_fails_is_told_with_the_file(tmp_path):
         reader.take(np.array([0]))
 
 
-def test_memory_is_given_back_when_it_is_needed(tmp_path):
+def test_a_loaded_dataset_can_release_its_memory(tmp_path):
     stored, arrays = files(tmp_path, rows=20_000, width=1000)
     reader = RowReader(stored, "memory")
-    with_it = psutil.Process().memory_info().rss
+    loaded = psutil.Process().memory_info().rss
     assert reader.fall_back()
-    assert with_it - psutil.Process().memory_info().rss > 30 * 2**20
+    assert loaded - psutil.Process().memory_info().rss > 30 * 2**20
     assert not reader.fall_back()
     np.testing.assert_array_equal(reader.take(np.array([19_999]))[1], arrays["labels"][19_999:])
 
 
 @pytest.mark.slow
-def test_a_map_that_was_read_everywhere_takes_no_memory(tmp_path):
+def test_reading_all_of_a_map_takes_no_memory(tmp_path):
     stored, _ = files(tmp_path, rows=300_000, width=900)
     reader = RowReader(stored, "mapped")
     order = np.random.default_rng(0).permutation(300_000)

@@ -1,4 +1,4 @@
-"""The documented API: every name imports, nothing loads torch before it must, and the published examples run.
+"""The documented API: every name imports without loading torch, and the published examples run.
 
 The examples are those of the user's performance guide and design document, reduced to the calls they show.
 """

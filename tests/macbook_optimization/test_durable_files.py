@@ -1,4 +1,4 @@
-"""Files that are whole or absent. The faults themselves are in tests/faults."""
+"""Files are complete or absent. Tests that inject faults are in tests/faults."""
 
 import fcntl
 import hashlib
@@ -10,7 +10,7 @@ from macbook_optimization import durable_files
 from macbook_optimization.durable_files import free_bytes, make_directory, replace_file, sync, write_synced
 
 
-def test_what_is_written_is_described_by_what_it_was_to_be(tmp_path):
+def test_size_and_hash_describe_the_bytes_that_were_passed_in(tmp_path):
     parts = [b"one", memoryview(b"two"), b"", b"x" * 20_000_000]
     described = write_synced(tmp_path / "file", parts)
     content = (tmp_path / "file").read_bytes()
@@ -25,7 +25,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == b"a sentence that is longer than seven"
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
+def test_a_failed_replacement_keeps_the_old_file(tmp_path, monkeypatch):
     replace_file(tmp_path / "file", b"old")
 
     def fail(descriptor):
@@ -37,25 +37,25 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
-def test_missing_parents_are_made(tmp_path):
+def test_missing_parents_are_created(tmp_path):
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
     assert free_bytes(tmp_path / "a" / "not" / "there") > 0
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_on_a_mac_the_drive_is_told_to_write(tmp_path, monkeypatch, supported):
-    """`fcntl(F_FULLFSYNC)`, and `fsync` where the file system has no such thing. Not yet run on a Mac."""
-    asked = []
+def test_on_a_mac_the_cache_of_the_drive_is_flushed(tmp_path, monkeypatch, supported):
+    """With `fcntl(F_FULLFSYNC)`, or `fsync` where that is not supported. Not yet run on a Mac."""
+    calls = []
 
     def full_sync(descriptor, command):
-        asked.append(command)
+        calls.append(command)
         if not supported:
             raise OSError(45, "Operation not supported")
 
     monkeypatch.setattr(durable_files.sys, "platform", "darwin")
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", full_sync)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     sync(tmp_path)
-    assert asked == ([51] if supported else [51, "fsync"])
+    assert calls == ([51] if supported else [51, "fsync"])

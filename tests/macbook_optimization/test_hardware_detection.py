@@ -1,4 +1,4 @@
-"""The records describe the machine they were read from, and containers count as machines."""
+"""The records describe the machine, or the container, that they were read from."""
 
 import json
 import os
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture
 def tree(tmp_path):
-    """Writes files below a root and returns a detector of that root."""
+    """Return a function that writes files below a root and returns a detector for it."""
 
     def write(files):
         for name, content in files.items():
@@ -68,7 +68,7 @@ def test_a_recorded_mac_computes_on_its_fast_cores(names, cores, threads, comput
     assert (cpu.cores, cpu.threads, cpu.compute_threads) == (cores, threads, compute_threads)
 
 
-def test_a_recorded_mac_has_the_memory_it_was_sold_with():
+def test_the_memory_of_a_recorded_mac_is_its_nominal_memory():
     modules = (RECORDED / "m1_memory.txt").read_text(encoding="utf-8")
     memory = macos_memory(sysctl("intel_16gb_sysctl"), modules, available=3 * GIB)
     assert (memory.total_memory, memory.available_memory) == (16 * GIB, 3 * GIB)
@@ -76,7 +76,7 @@ def test_a_recorded_mac_has_the_memory_it_was_sold_with():
     assert memory.swap_used == 2513.5 * 2**20
 
 
-def test_a_mac_whose_tools_say_nothing_still_has_cores_and_memory():
+def test_a_mac_whose_tools_print_nothing_still_has_cores_and_memory():
     assert macos_cpu({}).cores >= 1
     assert macos_memory({}, None, 0).total_memory == psutil.virtual_memory().total
 
@@ -95,7 +95,7 @@ def test_this_machine_agrees_with_psutil():
 
 
 @linux_only
-def test_the_question_is_answered_at_once_and_without_torch():
+def test_detection_without_torch_is_immediate():
     start = time.perf_counter()
     specs = HardwareDetector().detect(with_torch=False)
     assert time.perf_counter() - start < 0.2
@@ -137,7 +137,7 @@ def test_an_arm_processor_has_no_name_and_the_usual_feature_names(tree):
 
 
 @linux_only
-def test_frequencies_of_zero_and_strange_sizes_are_unknown(tree):
+def test_zero_frequencies_and_invalid_sizes_are_unknown(tree):
     cpu = tree(
         {
             "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "0",
@@ -150,7 +150,7 @@ def test_frequencies_of_zero_and_strange_sizes_are_unknown(tree):
 
 @linux_only
 def test_the_tightest_ancestor_limits_a_v2_container(tree):
-    """8 GiB in the middle, of which 5 are used and 2 of those are page cache: 8 - 3 = 5 GiB are left."""
+    """The middle group has 8 GiB; 5 are used, of which 2 are page cache: 8 - 3 = 5 GiB are available."""
     outer, middle = "sys/fs/cgroup/slice", "sys/fs/cgroup/slice/pod"
     memory = tree(
         {
@@ -170,7 +170,7 @@ def test_the_tightest_ancestor_limits_a_v2_container(tree):
 
 
 @linux_only
-def test_a_full_ancestor_leaves_nothing_though_its_limit_is_wide(tree):
+def test_a_full_ancestor_leaves_no_memory_even_with_a_higher_limit(tree):
     memory = tree(
         {
             "proc/meminfo": meminfo(32, 20),
@@ -198,7 +198,7 @@ def test_a_container_that_sees_only_itself_is_limited_too(tree, group):
     )
     memory = detector.detect_memory_specs()
     assert (memory.total_memory, memory.limited_by) == (4 * GIB, "cgroup v2")
-    assert memory.available_memory == 2 * GIB, "the machine has less left than the container may take"
+    assert memory.available_memory == 2 * GIB, "the machine has less available than the container may use"
     cpu = detector.detect_cpu_specs()
     assert (cpu.quota, cpu.compute_threads) == (0.5, 1)
 
@@ -295,7 +295,7 @@ def test_a_small_machine_gets_no_loading_workers_and_a_large_one_at_most_two(tre
     assert tree({"proc/meminfo": meminfo(64, 60)}).get_optimal_worker_count() == min(2, cores // 4)
 
 
-def test_matrix_libraries_are_found_in_the_build_and_in_the_process():
+def test_blas_libraries_are_found_in_the_build_and_in_the_process():
     wheel = "Build settings: BLAS_INFO=mkl, BUILD_TYPE=Release, LAPACK_INFO=mkl"
     assert blas_libraries(wheel, {"libscipy_openblas64_-32a4b2a6.so", "libtorch_cpu.so"}) == (
         "mkl",

@@ -1,8 +1,8 @@
-"""What real Macs printed is read as what those Macs are; anything else is read as nothing.
+"""Recorded output of real Macs is parsed correctly; anything else gives no values.
 
-The recordings are trimmed to the lines that matter and otherwise as they were published. None could be found
-of vm_stat, system_profiler or pmset on an M3 Max: other Apple Silicon machines stand in, named after what is
-known of them. An M1 Pro stands in for the M1 in `pmset -g therm`; all Apple Silicon prints that text.
+The recordings are as published, reduced to the relevant lines. No recording of vm_stat, system_profiler or
+pmset on an M3 Max was found: other Apple Silicon machines replace it, named after what is known about them.
+An M1 Pro replaces the M1 in `pmset -g therm`; all Apple Silicon prints the same text.
 """
 
 import re
@@ -23,7 +23,7 @@ SOURCES = {
     "intel_16gb_sysctl": "https://github.com/kellyjonbrazil/jc/blob/master/tests/fixtures/osx-10.14.6/sysctl-a.out",
     "m1_sysctl_hw": "https://qiita.com/zacky1972/items/5deec6b139a76246aeee",  # MacBook Air, 16 GB, macOS 12
     "m1_sysctl_machdep_cpu": "https://github.com/workhorsy/py-cpuinfo/issues/162",
-    # Mac mini, asked by a translated process
+    # Mac mini, read by a process under Rosetta
     "m1_rosetta_sysctl": "https://github.com/archspec/archspec-json/blob/master/tests/targets/rossetta2-monterey-core2",
     # MacBook Pro 14-inch, 14 cores, 36 GB, macOS 15
     "m3_max_sysctl": "https://github.com/archspec/archspec-json/blob/master/tests/targets/darwin-sequoia-m3",
@@ -111,7 +111,7 @@ def test_features_are_those_this_process_can_execute(facts, present, absent):
         (ROSETTA, (None, None)),  # it claims 2.4 GHz
     ],
 )
-def test_a_clock_is_reported_where_macos_knows_one(facts, expected):
+def test_a_frequency_is_reported_where_macos_has_one(facts, expected):
     assert macos.frequencies(facts) == expected
 
 
@@ -147,7 +147,7 @@ def test_memory_pressure_has_three_levels(value, level):
         ("apple_silicon_36gb_memory", ("LPDDR5", None)),
     ],
 )
-def test_the_kind_of_memory_is_read(name, expected):
+def test_the_memory_type_is_read(name, expected):
     assert macos.memory_module(recorded(name)) == expected
 
 
@@ -159,7 +159,7 @@ def test_the_kind_of_memory_is_read(name, expected):
         ("apple_silicon_24gb_vm_stat", (3857 + 294894 + 17340) * 16384),
     ],
 )
-def test_available_memory_is_counted_in_the_machines_own_pages(name, expected):
+def test_available_memory_uses_the_page_size_of_the_machine(name, expected):
     assert macos.available_bytes(recorded(name)) == expected
 
 
@@ -167,7 +167,7 @@ def test_available_memory_is_counted_in_the_machines_own_pages(name, expected):
     ("name", "page_size", "gigabytes"), [("intel_8gb_vm_stat", 4096, 8), ("m1_vm_stat", 16384, 16)]
 )
 def test_what_is_not_available_is_in_use(name, page_size, gigabytes):
-    """Activity Monitor's App, Wired and Compressed memory make up the rest, but for what firmware keeps."""
+    """App, Wired and Compressed memory of Activity Monitor are the rest, except for the firmware's share."""
     pages = {
         line: int(number) for line, number in re.findall(r"([A-Z][\w -]+):\s+([0-9]+)\.", recorded(name))
     }
@@ -180,7 +180,7 @@ def test_what_is_not_available_is_in_use(name, page_size, gigabytes):
     ("name", "expected"),
     [("intel_batt", (True, 95.0)), ("m1_batt", (False, 80.0)), ("desktop_batt", (False, None))],
 )
-def test_mains_or_battery_and_its_charge_are_read(name, expected):
+def test_the_power_source_and_the_charge_are_read(name, expected):
     assert macos.power_source(recorded(name)) == expected
 
 
@@ -218,7 +218,7 @@ FACT_READERS = (
 )
 
 
-def nothing(value):
+def is_empty(value):
     return value in (None, False, ()) or value == (None, None)
 
 
@@ -227,33 +227,39 @@ def nothing(value):
 )
 @example("hw.memsize: " + "9" * 5000)
 @example("hw.perflevel0.physicalcpu: -1\nvm.swapusage: total = 1.2.3M  used = M\n")
-def test_noise_is_read_as_nothing(text):
-    assert all(nothing(reader(text)) for reader in READERS)
-    assert all(nothing(reader(macos.parse_sysctl(text))) for reader in FACT_READERS)
+def test_invalid_text_gives_no_values(text):
+    assert all(is_empty(reader(text)) for reader in READERS)
+    assert all(is_empty(reader(macos.parse_sysctl(text))) for reader in FACT_READERS)
 
 
 @given(st.sampled_from(sorted(SOURCES)), st.integers(0, 3000))
-def test_a_cut_recording_tells_the_truth_or_nothing(name, length):
-    whole, cut = recorded(name), recorded(name)[:length]
+def test_a_truncated_recording_gives_true_values_or_none(name, length):
+    whole = recorded(name)
+    truncated = whole[:length]
     for reader in READERS:
-        told, true = flat(reader(cut)), flat(reader(whole))
-        assert all(fact is None or fact in true for fact in told)
+        found = flat(reader(truncated))
+        expected = flat(reader(whole))
+        assert all(value is None or value in expected for value in found)
 
 
 @given(st.sampled_from(SYSCTLS), st.integers(0, 3000))
-def test_a_cut_sysctl_listing_tells_the_truth_or_nothing(name, length):
-    facts, true_facts = macos.parse_sysctl(recorded(name)[:length]), sysctl(name)
-    assert facts.items() <= true_facts.items()
+def test_a_truncated_sysctl_listing_gives_true_values_or_none(name, length):
+    facts = macos.parse_sysctl(recorded(name)[:length])
+    all_facts = sysctl(name)
+    assert facts.items() <= all_facts.items()
     for reader in FACT_READERS:
-        told, true = flat(reader(facts)), flat(reader(true_facts))
-        assert all(not fact or fact in true for fact in told)
+        found = flat(reader(facts))
+        expected = flat(reader(all_facts))
+        assert all(not value or value in expected for value in found)
 
 
 def flat(value):
     return value if isinstance(value, tuple) else (value,)
 
 
-def test_a_tool_that_is_absent_fails_or_is_silent_says_nothing():
+def test_a_tool_that_is_absent_or_prints_nothing_gives_none():
     assert macos.run_tool("/usr/sbin/no-such-tool") is None
     assert macos.run_tool("/bin/sh", "-c", "exit 3") is None
-    assert macos.run_tool("/bin/sh", "-c", "echo said; exit 1") == "said\n", "sysctl fails after it answered"
+    assert macos.run_tool("/bin/sh", "-c", "echo said; exit 1") == "said\n", (
+        "sysctl prints values before it fails"
+    )

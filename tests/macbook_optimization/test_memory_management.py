@@ -1,4 +1,4 @@
-"""Lines, budgets, and the controller that answers pressure."""
+"""The memory model, budgets, and the controller that reacts to memory pressure."""
 
 import math
 import threading
@@ -32,20 +32,22 @@ from macbook_optimization.training_config_adapter import plan_batches
 memories = st.builds(MemoryModel, st.integers(0, 2**34), st.integers(1, 2**30))
 
 
-@given(examples=st.integers(1, 4096), memory=memories, spare=st.integers(1, 2**34), wish=st.integers(1, 5000))
-def test_a_plan_covers_the_step_and_fits_the_budget_with_a_margin(examples, memory, spare, wish):
+@given(
+    examples=st.integers(1, 4096), memory=memories, spare=st.integers(1, 2**34), at_most=st.integers(1, 5000)
+)
+def test_a_plan_covers_the_step_and_fits_the_budget_with_a_margin(examples, memory, spare, at_most):
     budget = memory.needed_bytes() + spare
-    plan = plan_batches(examples, memory, budget, wish)
+    plan = plan_batches(examples, memory, budget, at_most)
     assert plan.micro_batch_size * plan.accumulation_steps >= examples
     assert plan.micro_batch_size * (plan.accumulation_steps - 1) < examples, (
-        "the last cut has something to do"
+        "the last micro-batch is not empty"
     )
     assert memory.peak_bytes(plan.micro_batch_size) <= budget * (1 - MARGIN) + 1
-    assert plan.micro_batch_size <= wish
+    assert plan.micro_batch_size <= at_most
 
 
 @given(memory=memories, share=st.floats(0.01, 0.99))
-def test_what_does_not_fit_is_said_with_what_would(memory, share):
+def test_an_error_about_the_budget_says_how_much_is_needed(memory, share):
     budget = int(memory.needed_bytes() * share) - 2
     with pytest.raises(MemoryBudgetError, match=rf"needs {math.ceil(memory.needed_bytes() / MIB)} MiB"):
         plan_batches(8, memory, budget)
@@ -53,14 +55,14 @@ def test_what_does_not_fit_is_said_with_what_would(memory, share):
 
 
 @given(memory=memories, sizes=st.lists(st.integers(1, 512), min_size=2, max_size=6, unique=True))
-def test_a_line_through_points_of_a_line_is_that_line(memory, sizes):
+def test_the_fit_through_points_of_a_line_is_that_line(memory, sizes):
     found = line_through([(n, memory.peak_bytes(n)) for n in sizes])
     for n in (1, 1000):
         assert found.peak_bytes(n) == pytest.approx(memory.peak_bytes(n), rel=1e-6, abs=2000)
 
 
 @given(st.lists(st.tuples(st.integers(1, 512), st.integers(1, 2**36)), min_size=1, max_size=8))
-def test_no_measured_peak_lies_above_the_line(points):
+def test_no_measured_peak_is_above_the_line(points):
     line = line_through(points)
     assert all(line.peak_bytes(n) >= peak - 1 for n, peak in points)
     assert line.bytes_per_example >= 0
@@ -69,7 +71,7 @@ def test_no_measured_peak_lies_above_the_line(points):
 MACHINE = MemorySpecs(16 * GIB, 10 * GIB, None, None, None, None, None)
 
 
-def test_a_budget_is_a_share_of_what_is_available_or_what_the_user_says():
+def test_a_budget_is_a_share_of_the_available_memory_or_the_users_limit():
     assert memory_budget(MACHINE).resident_bytes == 8 * GIB
     assert memory_budget(MACHINE, limit_mb=2000).resident_bytes == 2000 * MIB
     assert "10,240 MiB available" in memory_budget(MACHINE).reason
@@ -84,11 +86,15 @@ def test_the_documented_calculation_is_safe_and_follows_a_measured_line():
 
 
 class Machine:
-    """A clock and a memory that a test turns by hand."""
+    """A clock and a memory that a test sets by hand."""
 
     def __init__(self, **settings):
-        self.now, self.available, self.process = 0.0, 10 * GIB, 2 * GIB
-        self.stall, self.pressure, self.swap = 0.0, None, 0
+        self.now = 0.0
+        self.available = 10 * GIB
+        self.process = 2 * GIB
+        self.stall = 0.0
+        self.pressure = None
+        self.swap = 0
         self.manager = MemoryManager(
             batch_size=settings.pop("batch_size", 16),
             largest=16,
@@ -98,39 +104,39 @@ class Machine:
             collect=lambda: 0,
         )
 
-    def look(self, seconds=1.0):
+    def sample(self, seconds=1.0):
         self.now += seconds
         stats = MemoryStats(16 * GIB, self.available, self.process, self.swap, self.stall, self.pressure)
         return self.manager.react(stats)
 
     def sizes(self, seconds):
-        return [(self.look(), self.manager.batch_size)[1] for _ in range(seconds)]
+        return [(self.sample(), self.manager.batch_size)[1] for _ in range(seconds)]
 
 
-def test_a_calm_machine_changes_nothing():
+def test_without_pressure_the_batch_does_not_change():
     assert set(Machine().sizes(100)) == {16}
 
 
-def test_a_hog_shrinks_the_batch_to_what_fits_and_its_end_grows_it_back():
+def test_the_batch_shrinks_to_what_fits_and_grows_back():
     machine = Machine()
-    machine.look()
-    machine.available = 0  # 2 GiB are left for us: 1 GiB fixed, and 0.9 of the whole
-    found = machine.look()
+    machine.sample()
+    machine.available = 0  # leaves the 2 GiB of this process: 0.9 of it, minus 1 GiB fixed
+    found = machine.sample()
     assert (found.before, found.after) == (16, 12)
     assert "2,048 MiB is left" in found.reason
     machine.available = 10 * GIB
     assert machine.sizes(40)[-1] == 16
 
 
-def test_a_program_that_takes_most_of_the_memory_is_given_way_to():
+def test_the_batch_halves_once_when_other_programs_take_most_of_the_memory():
     machine = Machine(model=None)
-    machine.look()
+    machine.sample()
     machine.available = int(0.3 * machine.available)
-    assert "other programs took" in machine.look().reason
-    assert set(machine.sizes(60)) == {8}, "once, and no growing while it is there"
+    assert "other programs took" in machine.sample().reason
+    assert set(machine.sizes(60)) == {8}, "once, without growing back while the memory is taken"
     machine.available = 10 * GIB
     sizes = machine.sizes(40)
-    assert sizes[10] == 8, "not at once"
+    assert sizes[10] == 8, "not immediately"
     assert sizes[-1] == 16
 
 
@@ -139,10 +145,10 @@ def test_a_program_that_takes_most_of_the_memory_is_given_way_to():
 )
 def test_pressure_halves_the_batch_step_by_step(name, value):
     machine = Machine()
-    machine.look()
+    machine.sample()
     setattr(machine, name, value)
-    assert machine.look().after == 8
-    assert machine.look() is None, "memory takes a while to come back"
+    assert machine.sample().after == 8
+    assert machine.sample() is None, "memory is not released immediately"
     assert machine.sizes(60)[-1] == 1
     setattr(machine, name, 0.0 if name == "stall" else "normal")
     assert machine.sizes(120)[-1] == 16
@@ -150,13 +156,13 @@ def test_pressure_halves_the_batch_step_by_step(name, value):
 
 def test_growing_swap_and_a_process_over_its_budget_shrink_the_batch():
     machine = Machine()
-    machine.look()
+    machine.sample()
     machine.swap = GIB
-    assert "moved 1,024 MiB to swap" in machine.look().reason
-    assert machine.look(10) is None, "swap that is full but rests is no pressure"
+    assert "moved 1,024 MiB to swap" in machine.sample().reason
+    assert machine.sample(10) is None, "swap that does not grow is not pressure"
     machine.manager.budget_bytes = 2 * GIB
     machine.process = 3 * GIB
-    assert "uses 3,072 of 2,048 MiB" in machine.look().reason
+    assert "uses 3,072 of 2,048 MiB" in machine.sample().reason
 
 
 def test_readings_between_the_thresholds_neither_shrink_nor_grow():
@@ -167,16 +173,16 @@ def test_readings_between_the_thresholds_neither_shrink_nor_grow():
 
 def test_a_fixed_batch_stays_fixed():
     machine = Machine(dynamic=False)
-    machine.look()
+    machine.sample()
     machine.available = 0
     assert set(machine.sizes(10)) == {16}
 
 
 @given(st.lists(st.tuples(st.integers(0, 10 * GIB), st.integers(0, 4 * GIB), st.floats(0, 100)), max_size=60))
-def test_whatever_happens_the_batch_stays_between_one_and_the_plan(readings):
+def test_the_batch_is_always_between_one_and_the_plan(readings):
     machine = Machine()
     for machine.available, machine.process, machine.stall in readings:
-        machine.look()
+        machine.sample()
         assert 1 <= machine.manager.batch_size <= 16
 
 
@@ -185,27 +191,27 @@ def test_usage_is_a_share_or_a_percentage():
         assert MemoryManager(batch_size=8, largest=8).adjust_batch_size_dynamically(usage) == 4
 
 
-def test_one_spike_is_smoothed_away():
+def test_one_spike_of_usage_changes_nothing():
     manager = MemoryManager(batch_size=8, largest=8)
     manager.adjust_batch_size_dynamically(50.0)
     assert manager.adjust_batch_size_dynamically(99.0) == 8
 
 
-def test_a_failed_allocation_halves_at_once_and_ends_at_one():
+def test_a_failed_allocation_halves_the_batch_immediately_down_to_one():
     manager = MemoryManager(batch_size=5, largest=5)
     assert [manager.after_failed_allocation().after for _ in range(2)] == [2, 1]
     assert manager.after_failed_allocation() is None
-    assert manager.largest == 1, "it would fail again, and every time cost a step"
+    assert manager.largest == 1, "a larger batch would fail again, and every failure costs a step"
 
 
-def test_freed_memory_goes_back_to_the_system():
-    """Blocks small enough for the heap, freed in an order that leaves it full of holes at its end."""
+def test_freed_memory_is_returned_to_the_system():
+    """The blocks are small enough to be allocated on the heap."""
     blocks = [bytearray(50_000) for _ in range(2000)]
     before = own_bytes()
     del blocks
     return_freed_memory()
     assert own_bytes() < before - 50 * MIB
-    assert peak_bytes() >= before - MIB, "the system counts it a little late"
+    assert peak_bytes() >= before - MIB, "the counter lags a little"
 
 
 def test_the_real_memory_is_read():
@@ -230,23 +236,23 @@ def test_linux_pressure_is_read_or_unknown(tmp_path, text, stall):
     assert read_stall(tmp_path / "memory") == stall
 
 
-def test_a_monitor_tells_callbacks_only_above_its_threshold_and_stops():
+def test_a_monitor_calls_callbacks_only_above_its_threshold():
     full = MemoryStats(100, 5, 1, None, None, None)
-    heard = []
+    calls = []
     threads = threading.active_count()
     for threshold in (0.9, 0.96):
         monitor = MemoryMonitor(threshold, read=lambda: full)
-        monitor.callbacks.append(lambda share, threshold=threshold: heard.append((threshold, share)))
+        monitor.callbacks.append(lambda share, threshold=threshold: calls.append((threshold, share)))
         with monitor:
             deadline = time.monotonic() + 5
             while monitor.latest is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.05)
-    assert set(heard) == {(0.9, 0.95)}
+    assert set(calls) == {(0.9, 0.95)}
     assert threading.active_count() == threads
 
 
-def test_a_sequence_gets_shorter_under_pressure_and_long_again():
+def test_a_sequence_gets_shorter_under_pressure_and_recovers():
     length = AdaptiveSequenceLength(base_seq_len=512, min_seq_len=128)
     assert length.adjust_for_memory_pressure(90) == 384
     assert [length.adjust_for_memory_pressure(99) for _ in range(9)][-1] == 128

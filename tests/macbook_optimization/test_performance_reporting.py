@@ -1,4 +1,4 @@
-"""Speed is measured by training, and what watches it reports what is there and nothing else."""
+"""Throughput is measured by real training; leaks and regressions are reported only when real."""
 
 import numpy as np
 import pytest
@@ -42,21 +42,21 @@ def leaks(resident_mb, **settings):
 @pytest.mark.parametrize("whole_recipe", [False, True])
 def test_the_benchmark_trains_and_measures(tmp_path, whole_recipe):
     dataset = sudoku_dataset(tmp_path / "set")
-    if whole_recipe:  # one that would end after 20 steps, and train on something else
+    if whole_recipe:  # it would end after 20 steps and train on another dataset
         config = run_config(tmp_path / "elsewhere", data__build={"size": 4}).model_dump()
     else:
         config = model_config(mlp_t=True, pos_encodings="none").model_dump()
     result = PerformanceBenchmark().run_full_benchmark(config, dataset, duration_minutes=0.1)
     assert result["samples_per_second"] == result.samples_per_second > 0
     assert 0 < result["memory_efficiency"] < 100
-    assert 10 < result["cpu_utilization"] <= 110, "cores times time, and clocks are coarse"
-    assert result.peak_memory_mb > 100, "torch alone takes that much"
+    assert 10 < result["cpu_utilization"] <= 110, "above 100 because clocks are coarse"
+    assert result.peak_memory_mb > 100, "torch alone needs that much"
     assert result.steps > 20
     assert 5 < result.seconds < 30
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_benchmark_that_cannot_train_says_why(tmp_path):
+def test_a_benchmark_that_cannot_train_gives_the_reason(tmp_path):
     benchmark = PerformanceBenchmark()
     with pytest.raises(LaptopError, match="could not train: There is no dataset at") as caught:
         benchmark.run_full_benchmark({}, tmp_path / "nowhere", 0.1)
@@ -73,9 +73,9 @@ def test_a_benchmark_that_cannot_train_says_why(tmp_path):
 def test_a_benchmark_leaves_out_the_warm_up_and_evaluations():
     rows = [row(2, 1), row(4, 30, rss_mb=300), {"step": 4, "exact_accuracy": 0.5}, row(6, 10), row(8, 20)]
     result = summarise_rows(rows, peak_bytes=200 * MIB, budget_bytes=400 * MIB, num_cores=2)
-    assert result.samples_per_second == 20  # of 30, 10 and 20
+    assert result.samples_per_second == 20  # median of 30, 10 and 20
     assert result.cpu_utilization == 75  # 150 % of one core
-    assert (result.peak_memory_mb, result.memory_efficiency) == (300, 75)  # the row says more than 200
+    assert (result.peak_memory_mb, result.memory_efficiency) == (300, 75)  # the row has more than 200
     assert (result.steps, result.seconds) == (8, 4)
     with pytest.raises(KeyError):
         result["speed"]
@@ -96,13 +96,13 @@ def test_a_benchmark_needs_at_least_one_row():
         summarise_rows([], 0, MIB, 1)
 
 
-def test_bottlenecks_are_found_and_answered():
+def test_every_bottleneck_has_a_recommendation():
     metrics = {
         "memory_usage_mb": [5000, 7400, 6000],
         "cpu_usage_percent": [20, 69],
         "thermal_throttling_events": [3.5, 8.0],
     }
-    found = analyze_performance_bottlenecks(metrics, total_memory_mb=8192)  # 90 % are 7373
+    found = analyze_performance_bottlenecks(metrics, total_memory_mb=8192)  # 90 % of it is 7373
     advice = found.pop("recommendations")
     assert found == {"memory_bottleneck": True, "cpu_underutilization": True, "thermal_issues": 2}
     assert len(advice) == 3
@@ -123,7 +123,7 @@ def test_a_run_without_bottlenecks_gets_no_advice():
 
 
 @pytest.mark.parametrize("metrics", [{}, {"memory_usage_mb": [], "cpu_usage_percent": []}])
-def test_what_was_not_measured_is_not_judged(metrics):
+def test_what_was_not_measured_is_unknown(metrics):
     assert analyze_performance_bottlenecks(metrics) == {
         "memory_bottleneck": None,
         "cpu_underutilization": None,
@@ -132,7 +132,7 @@ def test_what_was_not_measured_is_not_judged(metrics):
     }
 
 
-def test_the_load_of_single_cores_is_judged_by_their_number():
+def test_cpu_usage_of_one_core_is_divided_by_the_number_of_cores():
     metrics = {"cpu_usage_percent": [100, 200]}
     assert not analyze_performance_bottlenecks(metrics, num_cores=2)["cpu_underutilization"]
     assert analyze_performance_bottlenecks(metrics, num_cores=4)["cpu_underutilization"]
@@ -179,20 +179,20 @@ def test_a_steady_leak_is_found_once_its_windows_are_full(per_step_mb):
     assert leak.suggestions
 
 
-def test_a_leak_is_reported_again_only_after_it_has_gone_on_as_long():
+def test_a_leak_is_reported_again_only_after_another_two_windows():
     found = leaks(300 + 0.5 * np.arange(305))
     assert [leak.last_step for leak in found] == [99, 199, 299]
 
 
 @given(st.integers(2, 90), st.floats(1, 1000), st.integers(0, 90), st.floats(0, 3))
-def test_a_saw_is_no_leak(period, height, phase, noise_mb):
+def test_a_sawtooth_is_not_a_leak(period, height, phase, noise_mb):
     steps = np.arange(400) + phase
     noise = np.random.default_rng(phase).normal(0, noise_mb, 400)
     assert not leaks(2000 + height * (steps % period) / period + noise)
 
 
 @given(st.integers(0, 70), st.floats(0, 2000), st.floats(0, 50), st.booleans())
-def test_a_plateau_after_a_warm_up_is_no_leak(warm_up, height, noise_mb, bends):
+def test_a_plateau_after_a_warm_up_is_not_a_leak(warm_up, height, noise_mb, bends):
     steps = np.arange(300)
     ramp = 1 - np.exp(-steps / 20) if bends else np.minimum(steps / max(warm_up, 1), 1)
     noise = np.random.default_rng(warm_up).normal(0, noise_mb, 300)
@@ -200,23 +200,23 @@ def test_a_plateau_after_a_warm_up_is_no_leak(warm_up, height, noise_mb, bends):
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0, 300))
-def test_noise_is_no_leak(seed, spread_mb):
+def test_noise_is_not_a_leak(seed, spread_mb):
     assert not leaks(np.random.default_rng(seed).normal(2000, spread_mb, 500))
 
 
-def test_a_growth_too_small_to_matter_is_no_leak():
+def test_small_growth_is_not_a_leak():
     creep = 300 + 0.1 * np.arange(200)  # 9 MB from the first block to the last
     assert not leaks(creep)
     assert leaks(creep, min_growth_mb=5)
     assert leaks(creep, window=200, min_growth_mb=5) == []  # two such windows are not full yet
 
 
-def test_a_detector_without_numbers_measures_this_process():
+def test_without_a_value_the_detector_measures_this_process():
     detector = MemoryLeakDetector(window=5, min_growth_mb=50)
     assert all(detector.check_for_leaks(step) is None for step in range(9))
     kept = []
     found = None
-    for step in range(9, 30):  # 16 MiB a step, written to so that they are resident
+    for step in range(9, 30):  # 16 MiB per step, written to so that it is resident
         kept.append(np.ones(16 * MIB, dtype=np.uint8))
         found = found or detector.check_for_leaks(step)
     assert found is not None
@@ -232,7 +232,7 @@ def test_a_regression_is_an_average_below_four_fifths_of_the_baseline(rates, bas
         assert regression.degradation_percent is None
         return
     total = sum(rates[-20:])
-    assume(10 * total != 8 * 20 * baseline)  # there rounding decides
+    assume(10 * total != 8 * 20 * baseline)  # rounding decides there
     assert found[-1] == (10 * total < 8 * 20 * baseline)
     assert regression.degradation_percent == pytest.approx(100 - 100 * total / 20 / baseline)
 
@@ -247,6 +247,6 @@ def test_a_regression_is_an_average_below_four_fifths_of_the_baseline(rates, bas
         lambda: MemoryLeakDetector(min_growth_mb=0),
     ],
 )
-def test_settings_that_cannot_work_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match="must be"):
         wrong()

@@ -32,11 +32,11 @@ def wait_for(condition, seconds=2.0):
     return condition()
 
 
-def test_samples_arrive_between_start_and_stop_only():
+def test_samples_are_taken_only_between_start_and_stop():
     threads = threading.active_count()
     monitor = ResourceMonitor()
     assert monitor.latest is None
-    assert threading.active_count() == threads, "nothing runs before the start"
+    assert threading.active_count() == threads, "no thread runs before the start"
     monitor.start_monitoring(interval=0.01)
     assert wait_for(lambda: monitor.latest is not None)
     first = monitor.latest
@@ -63,7 +63,7 @@ def test_a_sample_holds_what_psutil_measures():
     assert sample.time <= time.monotonic()
 
 
-def test_stopping_twice_or_never_having_started_is_fine():
+def test_stopping_twice_or_without_a_start_is_allowed():
     monitor = ResourceMonitor()
     monitor.stop_monitoring()
     monitor.start_monitoring(interval=60)
@@ -176,7 +176,7 @@ def test_the_load_of_others_is_a_share_of_all_cores():
 
 
 class Clock:
-    """A clock that a test sets by hand; `tick` runs what the thread would run."""
+    """A clock that a test sets by hand; `pass_time` ticks in place of the thread."""
 
     def __init__(self, pause_seconds):
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Profiles, plans and validation for machines that are not this one."""
+"""Profiles, plans and validation for machines other than this one."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def machine(gigabytes, cores=4, quota=None):
 @pytest.mark.parametrize(
     ("gigabytes", "name"), [(4, "8gb"), (8, "8gb"), (15.5, "16gb"), (16, "16gb"), (24, "16gb"), (64, "32gb")]
 )
-def test_a_machine_gets_the_largest_profile_that_it_has_the_memory_for(gigabytes, name):
+def test_a_machine_gets_the_largest_profile_that_fits_its_memory(gigabytes, name):
     assert profile_for(int(gigabytes * GIB)).name == name
 
 
@@ -67,7 +67,7 @@ def test_training_parameters_fit_their_machine(gigabytes, dataset_size):
     assert TrainingConfigAdapter(hardware).validate_configuration(found).is_valid
 
 
-def test_everything_wrong_is_reported_at_once_with_what_would_fit():
+def test_all_problems_are_reported_together_with_suggestions():
     result = TrainingConfigAdapter(machine(8)).validate_configuration(
         {"learning_rate": 3.0, "batch_size": 0, "hidden_size": 500, "num_heads": 7, "num_workers": -1}
     )
@@ -79,7 +79,7 @@ def test_everything_wrong_is_reported_at_once_with_what_would_fit():
     assert any(text.startswith("hidden_size=256 suits") for text in result.suggestions)
 
 
-def test_what_cannot_work_here_is_corrected_with_a_warning():
+def test_plan_settings_that_cannot_work_here_are_corrected_with_a_warning():
     result = TrainingConfigAdapter(machine(8, cores=4, quota=2.0)).validate_configuration(
         {"threads": 64, "memory_limit_mb": 10**6, "pin_memory": True, "num_workers": 99}
     )
@@ -90,16 +90,16 @@ def test_what_cannot_work_here_is_corrected_with_a_warning():
     assert len(result.warnings) == 4
 
 
-def test_a_plan_survives_being_written_and_read():
+def test_a_plan_can_be_written_and_read_back():
     plan = TrainingParams(
         4, 3, 2, memory=MemoryModel(10, 2), reasons={"threads": "measured"}, warnings=("x",)
     )
     assert TrainingParams.from_json(plan.to_json()) == plan
-    older = {"micro_batch_size": 4, "accumulation_steps": 3, "threads": 2, "unheard_of": 1}
+    older = {"micro_batch_size": 4, "accumulation_steps": 3, "threads": 2, "unknown_key": 1}
     assert TrainingParams.from_json(older).precision == "float32"
 
 
-def test_a_smaller_cut_of_a_plan_covers_the_batch_and_says_why():
+def test_a_plan_with_smaller_micro_batches_covers_the_batch_and_gives_the_reason():
     plan = TrainingParams(8, 2, 2, memory=MemoryModel(100, 10)).cut_to(3, 16, "the trainer was killed")
     assert (plan.micro_batch_size, plan.accumulation_steps, plan.predicted_peak_bytes) == (3, 6, 130)
     assert plan.explain() == ["6 x 3 examples (the trainer was killed)"]

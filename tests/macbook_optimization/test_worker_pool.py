@@ -1,4 +1,4 @@
-"""Pieces of work in order, by one process or several."""
+"""Results come in order, from one process or several."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def squared(number):
 
 def refused(number):
     if number == 3:
-        raise DataError("three is refused", hint="Take four.")
+        raise DataError("three is refused", hint="Use four.")
     return os.getpid()
 
 
@@ -31,7 +31,7 @@ def interrupted(number):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_results_come_in_order_also_of_endlessly_many_items(jobs):
+def test_results_come_in_order_even_of_infinitely_many_items(jobs):
     with closing(ordered(squared, count(), jobs)) as results:
         assert list(islice(results, 20)) == [number * number for number in range(20)]
 
@@ -42,7 +42,7 @@ def test_an_error_of_a_worker_is_raised_where_the_results_are_read(jobs):
         workers = {next(results), next(results), next(results)}
         with pytest.raises(DataError, match="three is refused") as found:
             next(results)
-    assert found.value.hint == "Take four."
+    assert found.value.hint == "Use four."
     assert (os.getpid() in workers) == (jobs == 1)
 
 
@@ -52,5 +52,5 @@ def test_a_worker_that_is_killed_is_an_error_with_a_hint():
     assert "--jobs" in found.value.hint
 
 
-def test_workers_leave_an_interruption_to_who_started_them():
+def test_workers_ignore_an_interruption():
     assert list(ordered(interrupted, range(4), 2)) == [0, 1, 2, 3]
