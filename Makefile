@@ -45,6 +45,7 @@ format: install
 
 docs: install
 	$(BIN)/python tests/command_reference.py > docs/commands.md
+	$(BIN)/python tests/key_reference.py > docs/keys.md
 
 bench: install
 	$(BIN)/python bench/sudoku_generation.py

@@ -1,93 +1,144 @@
-"""Predicted against real peak memory: `python bench/memory_prediction.py`.
+"""Compare predicted with real peak memory: `python bench/memory_prediction.py [--only NUMBER]`.
 
-Each shape is probed as `trm train` does, the line is read at micro-batches two to eight times as large as
-those it was measured at, and a real trainer is then run with them: steps, an evaluation, a checkpoint.
+Each recipe is probed as `trm train` does it. The fitted line predicts the peak with larger micro-batches. A
+real trainer then runs with them: steps, an evaluation, a checkpoint.
 """
 
+import argparse
 import json
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from macbook_optimization.children import run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.hardware_detection import HardwareDetector
-from macbook_optimization.memory_management import MIB
+from macbook_optimization.units import MIB
 from trm.config import RunConfig
-from trm.runs import Plan, Run
-from trm.tasks import load_task
-from trm.tasks.base import open_split
-from trm.training.planning import Planner
-from trm.training.probe import memory_line
-from trm.training.watching import SilentDisplay
-
-SHAPES = [  # grid size, hidden size, mixer, supervision, slots, micro-batches to predict
-    (6, 128, True, "terminal", 128, (32, 128)),
-    (6, 256, False, "deep", 32, (16, 32)),
-    (6, 512, True, "deep", 24, (12, 24)),
-    (9, 128, False, "terminal", 64, (16, 64)),
-    (9, 256, True, "deep", 24, (12, 24)),
-    (9, 512, False, "deep", 16, (8, 16)),
-]
+from trm.plan import EVALUATION_FACTOR, Plan
+from trm.planning.measurements import memory_model
+from trm.planning.planner import Planner
+from trm.runs.directory import EVENTS, Run
+from trm.tasks.dataset import open_split
+from trm.tasks.registry import load_task
 
 
-def recipe(
-    directory: Path, size: int, hidden_size: int, mixer: bool, supervision: str, slots: int
-) -> RunConfig:
-    dataset = directory / f"sudoku-{size}"
+@dataclass(frozen=True, slots=True)
+class Case:
+    grid_size: int
+    hidden_size: int
+    mixer: str
+    supervision: str
+    num_slots: int
+    predicted_sizes: tuple[int, ...]  # micro-batches
+
+
+CASES = (
+    Case(6, 128, "mlp", "terminal", 128, (32, 128)),
+    Case(6, 256, "attention", "deep", 32, (16, 32)),
+    Case(6, 512, "mlp", "deep", 24, (12, 24)),
+    Case(9, 128, "attention", "terminal", 64, (16, 64)),
+    Case(9, 256, "mlp", "deep", 24, (12, 24)),
+    Case(9, 512, "attention", "deep", 16, (8, 16)),
+)
+
+
+class StandardErrorDisplay:
+    """A display that prints messages only."""
+
+    def update(self, what: str, done: int, total: int, facts: str = "") -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+
+def make_recipe(directory: Path, case: Case) -> RunConfig:
+    dataset = directory / f"sudoku-{case.grid_size}"
     if not dataset.exists():
-        options = {"size": size, "difficulty": "easy", "train": 512, "test": 128}
+        options = {"size": case.grid_size, "difficulty": "easy", "train": 512, "test": 512}
         load_task("sudoku").build(options, dataset, lambda what, done, total: None)
-    model = {"hidden_size": hidden_size, "mlp_t": mixer, "pos_encodings": "none" if mixer else "rope"}
-    if supervision == "terminal":
+    model: dict[str, object] = {
+        "hidden_size": case.hidden_size,
+        "mixer": case.mixer,
+        "pos_encodings": "rope" if case.mixer == "attention" else "none",
+    }
+    if case.supervision == "terminal":
         model |= {"L_cycles": 1, "width_multiple": 32}
     else:
-        model |= {"puzzle_emb_ndim": hidden_size}
-    training = {"supervision": supervision, "effective_batch_size": slots, "max_steps": 3}
-    tree = {"task": "sudoku", "data": {"path": str(dataset)}, "model": model, "training": training}
-    return RunConfig.model_validate({**tree, "evaluation": {"depth": 2, "examples": 4 * min(slots, 16)}})
+        model |= {"puzzle_emb_ndim": case.hidden_size}
+    training = {
+        "supervision": case.supervision,
+        "effective_batch_size": case.num_slots,
+        "max_steps": 3,
+    }
+    return RunConfig.model_validate(
+        {
+            "task": "sudoku",
+            "data": {"path": str(dataset)},
+            "model": model,
+            "training": training,
+            "inference": {"depth": 2},
+            # As many as an evaluation computes at a time, which the probe measures too.
+            "evaluation": {"examples": EVALUATION_FACTOR * max(case.predicted_sizes)},
+        }
+    )
 
 
-def real_peak(config: RunConfig, directory: Path, plan: Plan) -> int:
+def real_peak_bytes(config: RunConfig, directory: Path, plan: Plan) -> int:
+    """Train in a new process and return its peak."""
     run_in_child(
-        "trm.training.loop:train_in_child",
+        "trm.training.start:train_in_child",
         {
             "config": config.model_dump(mode="json"),
             "run": str(directory),
             "plan": plan.to_json(),
             "limits": {},
+            "verified": {},
         },
-        environment=environment(plan.threads),
+        environment=environment(plan.execution.threads),
     )
-    return int(Run(directory).rows("events.jsonl")[-1]["peak_bytes"])
+    return int(Run(directory).rows(EVENTS)[-1]["peak_bytes"])
+
+
+def compare(case: Case, directory: Path) -> list[float]:
+    """Print one row per predicted size, and return the errors in percent."""
+    config = make_recipe(directory, case)
+    data = load_task(config.task).complete(open_split(config.data.path, "train").spec)
+    hardware = HardwareDetector().detect(with_torch=False)
+    planner = Planner(config, data, hardware, StandardErrorDisplay())
+    execution = planner.execution()
+    measured = planner.measurer.measure(execution)
+    assert measured is not None, "not even one example fits"
+    model = memory_model(measured.sizes)
+    errors = []
+    for size in case.predicted_sizes:
+        plan = Plan.of(execution, size, case.num_slots)
+        run = directory / f"run-{case.grid_size}-{case.hidden_size}-{case.mixer}-{size}"
+        real = real_peak_bytes(config, run, plan)
+        predicted = model.peak_bytes(size)
+        errors.append(round(100 * (predicted / real - 1), 1))
+        row = {
+            **asdict(case),
+            "measured_sizes": [each.micro_batch_size for each in measured.sizes],
+            "micro_batch_size": size,
+            "predicted_mib": round(predicted / MIB),
+            "real_mib": round(real / MIB),
+            "error_percent": errors[-1],
+        }
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+    return errors
 
 
 def main() -> None:
-    hardware = HardwareDetector().detect(with_torch=False)
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
-        for number, (*shape, sizes) in enumerate(SHAPES):
-            config = recipe(directory, *shape)
-            planner = Planner(config, open_split(config.data.path, "train").shape, hardware, SilentDisplay())
-            measured = planner.measure("float32", "none", "system")
-            assert measured is not None
-            line = memory_line(measured.sizes)
-            probed = [size.micro_batch_size for size in measured.sizes]
-            for micro_batch_size in sizes:
-                plan = Plan(micro_batch_size, 1, hardware.cpu.compute_threads)
-                run = directory / f"run-{number}-{micro_batch_size}"
-                real, predicted = real_peak(config, run, plan), line.peak_bytes(micro_batch_size)
-                row = {
-                    "grid": shape[0], "hidden_size": shape[1], "mixer": shape[2], "supervision": shape[3],
-                    "probed": probed, "micro_batch_size": micro_batch_size,
-                    "predicted_mib": round(predicted / MIB), "real_mib": round(real / MIB),
-                    "error_percent": round(100 * (predicted / real - 1), 1),
-                }  # fmt: skip
-                rows.append(row)
-                sys.stdout.write(json.dumps(row) + "\n")
-                sys.stdout.flush()
-    errors = [row["error_percent"] for row in rows]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", type=int, help=f"run one case, from 1 to {len(CASES)} (default: all)")
+    only = parser.parse_args().only
+    cases = CASES if only is None else CASES[only - 1 : only]
+    with tempfile.TemporaryDirectory() as directory:
+        errors = [error for case in cases for error in compare(case, Path(directory))]
     sys.stdout.write(f"errors from {min(errors)} % to {max(errors)} %\n")
 
 

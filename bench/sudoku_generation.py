@@ -1,20 +1,22 @@
-"""How fast Sudoku puzzles are made: `python bench/sudoku_generation.py [count]`.
+"""Measure how fast Sudoku puzzles are generated: `python bench/sudoku_generation.py [COUNT]`.
 
-Medians of three runs with different seeds, one core, with the spread.
+Each result is the median of three seeds on one core, with the spread.
 """
 
 import statistics
 import sys
 import time
 
-from trm.tasks.sudoku_puzzles import BLANKS, generate
+from trm.tasks.grids.sudoku_puzzles import BLANKS, generate
+
+NUM_SEEDS = 3
 
 
 def main(count: int) -> None:
     for size, levels in BLANKS.items():
         for difficulty, blanks in levels.items():
             seconds = []
-            for seed in range(3):
+            for seed in range(NUM_SEEDS):
                 started = time.perf_counter()
                 generate(size, blanks, count, seed)
                 seconds.append(time.perf_counter() - started)

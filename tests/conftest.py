@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-# One place for measurements of this suite, so that it neither uses nor touches the user's.
+# A cache of its own, so that the suite neither reads nor changes the measurements of the user.
 os.environ["TRM_CACHE_DIR"] = tempfile.mkdtemp(prefix="trm-tests-")
 
-# A busy machine is slow now and then, which is no failure; and runs are to repeat.
+# A busy machine exceeds deadlines now and then, and examples must be the same in every run.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
-# Tiny models gain nothing from threads, and one thread repeats bit for bit.
+# Tiny models gain nothing from threads, and with one thread results are reproducible bit for bit.
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def float64():
-    """Nearly without rounding, so that what differs is a mistake."""
+    """Compute in float64, where rounding is too small to explain a difference."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Real `trm train` processes, to be killed, stopped and started twice."""
+"""Real `trm train` processes that tests kill, suspend and start twice."""
 
 import signal
 import subprocess
@@ -11,7 +11,7 @@ from tiny import MIXER, TRM
 RECIPE = (
     *MIXER, "data.build={size: 6, blanks: 22, train: 500, test: 16}", "data.path=set", "plan.threads=2",
     "plan.micro_batch_size=8", "training.deterministic=true", "training.depths={0: 2}",
-    "evaluation.every_steps=200", "evaluation.depth=2", "evaluation.target_accuracy=null",
+    "evaluation.every_steps=200", "inference.depth=2", "evaluation.target_accuracy=null",
     "training.max_steps=100000", "checkpoints.every_steps=10",
 )  # fmt: skip
 
@@ -23,7 +23,7 @@ def start(directory, *arguments, run="run", env=None):
 
 
 def find_trainer(process):
-    """The child that trains, if there is one."""
+    """Return the child process that trains, or None."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children():
             if "train_in_child" in " ".join(child.cmdline()):
@@ -32,11 +32,11 @@ def find_trainer(process):
 
 
 def trainer_of(process, seconds=60.0):
-    """The same, once there is one."""
+    """Wait for the child process that trains, and return it."""
     end = time.monotonic() + seconds
     while (trainer := find_trainer(process)) is None:
-        assert time.monotonic() < end, "no trainer was started"
-        assert process.poll() is None, "it ended before it trained"
+        assert time.monotonic() < end, "no trainer was started in time"
+        assert process.poll() is None, "the command ended before it trained"
         time.sleep(0.01)
     return trainer
 
@@ -47,7 +47,7 @@ def kill(process):
 
 
 def kill_all(process):
-    """As a machine does that loses its power: nobody gets to say anything."""
+    """Kill the command and its trainer without warning, as a power failure would."""
     trainer = find_trainer(process)
     kill(process)
     if trainer is not None:
@@ -60,5 +60,5 @@ def kill_all(process):
 def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.05)

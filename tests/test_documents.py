@@ -1,46 +1,282 @@
-"""What the documents say is what happens: every command in them is run."""
+"""The documents match the product: every command and every code block in them is run.
+
+README.md and each page below docs/ that has code blocks are run from top to bottom in an empty directory.
+Blocks are found by their language, so the pages may be rearranged freely:
+
+- `console` lines after `$ `, and all lines of `bash`, `sh` and `shell` blocks, are commands. Those with a
+  placeholder in capitals, such as RUN or FILE, cannot be run: only their options are checked.
+- A `python` or `yaml` block is written to the file that the paragraph before it names in backticks. A
+  `python` block without such a name is run as a script.
+- `text` blocks are output or sketches and are not run. docs/lab/ has notes on long experiments: only the
+  options in its commands are checked.
+"""
 
 import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import click
+import command_reference
+import key_reference
 import pytest
-from command_reference import reference
 
-from trm.config import CheckpointsConfig, CurriculumConfig, LoadingConfig, PlanSettings
-from trm.tasks.sudoku import TASK
-from trm.tasks.sudoku_puzzles import generate
+from trm.cli import cli
+from trm.tasks.grids.sudoku import TASK
+from trm.tasks.grids.sudoku_puzzles import generate
 
 ROOT = Path(__file__).parents[1]
 TRM = Path(sys.executable).with_name("trm")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELL = ("bash", "sh", "shell")
+# Commands that set up the environment of these tests, or run these tests.
+NOT_RUN = ("make test", "make install", "make check", "make docs", "git clone", "cd ", "source ", "pip ")
+PLACEHOLDER = re.compile(r"(^|[\s=])[A-Z][A-Z_]+(\s|$)")
+LIMITS = ("--max-steps", "--max-minutes")
 
 
-def blocks_of(language: str, document: Path) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+@dataclass(frozen=True)
+class Block:
+    language: str
+    content: str
+    paragraph: str  # the one before it
+
+    @property
+    def commands(self) -> list[str]:
+        lines = self.content.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            return [line[2:] for line in lines if line.startswith("$ ")]
+        if self.language in SHELL:
+            return [line for line in lines if line.strip() and not line.startswith("#")]
+        return []
+
+    @property
+    def file(self) -> str | None:
+        ending = {"python": "py", "yaml": "yaml"}.get(self.language)
+        names = re.findall(rf"`([\w.-]+\.{ending})`", self.paragraph)
+        return names[-1] if names else None
 
 
-def commands_in(document: Path) -> list[str]:
-    """The lines after `$ ` in console blocks."""
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return [
-        line[2:]
-        for block in blocks_of("console", document)
-        for line in block.splitlines()
-        if line.startswith("$ ")
+        Block(match[1], match[2], text[: match.start()].rstrip().rpartition("\n\n")[2]) for match in found
     ]
 
 
-def run(command: str, cwd: Path) -> str:
-    words = [str(TRM) if Path(word).name == "trm" else word for word in shlex.split(command)]
+def is_run(page: Path) -> bool:
+    runs = ("console", "python", *SHELL)
+    return "lab" not in page.parts and any(block.language in runs for block in blocks_of(page))
+
+
+def commands_of(page: Path) -> list[str]:
+    return [command for block in blocks_of(page) for command in block.commands]
+
+
+PAGES_TO_RUN = [page for page in PAGES if is_run(page)]
+
+
+def option(words: list[str], name: str) -> str | None:
+    """Return the value of an option in a command."""
+    return words[words.index(name) + 1] if name in words else None
+
+
+def execute(words: list[str], cwd: Path) -> str:
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
     return done.stdout
 
 
-def test_the_command_reference_is_up_to_date():
-    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+@cache
+def check_doctor() -> None:
+    """Run `trm doctor` once: it takes seconds, reads no files of the directory, and is on several pages."""
+    text = execute([str(TRM), "doctor"], cwd=ROOT)
+    titles = {line for line in text.splitlines() if line and not line.startswith(" ")}
+    assert {"This machine", "Measured", "Plan for sudoku-6x6", "Recommendations"} <= titles
+    assert "None" not in text
+
+
+@dataclass
+class Reader:
+    """Follows a page: runs its commands in one directory and checks what each of them promises."""
+
+    directory: Path
+    accuracy: dict[str, float] = field(default_factory=dict)  # of runs that were trained to their target
+    last_step: dict[str, str] = field(default_factory=dict)  # of runs that were trained to a step
+
+    def follow(self, page: Path) -> None:
+        for block in blocks_of(page):
+            if block.file is not None:
+                (self.directory / block.file).write_text(block.content)
+            elif block.language == "python":
+                self.execute([sys.executable, "-c", block.content])
+            for command in block.commands:
+                self.run(command)
+
+    def run(self, command: str) -> None:
+        if command.startswith("make demo"):
+            self.demo(command)
+        elif not command.startswith(NOT_RUN) and not PLACEHOLDER.search(command):
+            words = shlex.split(command)
+            assert words[0] == "trm", f"a document has a command that no test runs: {command}"
+            if words == ["trm", "doctor"]:
+                check_doctor()
+            else:
+                self.trm(words[1:])
+
+    def demo(self, command: str) -> None:
+        """Run what `make demo` would run, in the environment of the tests."""
+        recipe = subprocess.check_output(["make", "-n", *command.split()[1:]], cwd=ROOT, text=True)
+        commands = [line.lstrip("@") for line in recipe.splitlines() if "/trm " in line]
+        assert len(commands) == 2
+        trained, shown = (self.trm(shlex.split(line)[1:]) for line in commands)
+        assert "Reached the target" in trained
+        assert "step 1" in shown
+
+    def trm(self, words: list[str]) -> str:
+        self.provide_puzzles(words)
+        text = self.execute([str(TRM), *words])
+        check = getattr(self, f"check_{'_'.join(words[:2])}", getattr(self, f"check_{words[0]}", None))
+        if check is not None:
+            check(words, text)
+        return text
+
+    def execute(self, words: list[str]) -> str:
+        return execute(words, self.directory)
+
+    def provide_puzzles(self, words: list[str]) -> None:
+        """Write the file that a user would have, where a command reads puzzles from one."""
+        name = option(words, "--from")
+        if name is not None and words[:3] == ["data", "build", "sudoku"]:
+            size = int(option(words, "--size") or 9)
+            questions, _ = generate(size, {4: 8, 6: 16, 9: 40}[size], 50, seed=5)
+            lines = [TASK.text(grid.reshape(-1).astype(int) + 1) for grid in questions]
+            (self.directory / name).write_text("\n".join(lines))
+
+    def check_train(self, words: list[str], text: str) -> None:
+        run = option(words, "--run") or f"runs/{Path(words[1]).stem}"
+        if any(limit in words for limit in LIMITS):
+            self.last_step[run] = option(words, "--max-steps") or ""
+            return
+        assert "Reached the target" in text, text
+        found = re.search(r"Best: [\w@ ]+ (\d+\.\d)% on \d+ unseen examples", text)
+        self.accuracy[run] = float(found[1])
+        assert self.accuracy[run] >= 95
+
+    def check_predict(self, words: list[str], text: str) -> None:
+        if self.accuracy.get(words[1], 0) >= 99:
+            assert TASK.verified in text
+        for name, start in (("--png", b"\x89PNG"), ("--gif", b"GIF8")):
+            if (file := option(words, name)) is not None:
+                assert (self.directory / file).read_bytes().startswith(start)
+
+    def check_eval(self, words: list[str], text: str) -> None:
+        assert "exact by depth:" in text
+
+    def check_data_info(self, words: list[str], text: str) -> None:
+        assert "0 test questions are also in the training split" in text
+
+    def check_checkpoint_verify(self, words: list[str], text: str) -> None:
+        if step := self.last_step.get(words[2]):
+            assert f"`trm train` would resume after step {step}." in text
+
+    def check_checkpoint_import(self, words: list[str], text: str) -> None:
+        assert ("lm_head.weight" in text) == ("--new-head" in words)
+
+    def check_runs(self, words: list[str], text: str) -> None:
+        listed = json.loads(self.execute([str(TRM), *words, "--json"]))
+        accuracies = {run["path"]: run["accuracy"] for run in listed}
+        for path, accuracy in self.accuracy.items():
+            assert 100 * accuracies[path] == pytest.approx(accuracy, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_TO_RUN, ids=lambda page: page.name)
+def test_every_command_and_code_block_of_a_page_works(page, tmp_path):
+    Reader(tmp_path).follow(page)
+
+
+def test_the_documents_show_every_important_command():
+    """This also notices pages whose blocks are not found any more."""
+    found = {command for page in PAGES_TO_RUN for command in commands_of(page)}
+    shown = {command for command in found if not PLACEHOLDER.search(command)}
+    for important in (
+        "make demo", "make test", "trm train", "trm eval", "trm predict", "trm runs", "trm doctor",
+        "trm data build sudoku", "trm data build maze", "trm data info", "trm checkpoint verify",
+        "trm checkpoint import", "trm checkpoint export",
+    ):  # fmt: skip
+        assert any(command.startswith(important) for command in shown), important
+    assert any(
+        Path(command.split()[2]).suffix == ".yaml" for command in shown if command.startswith("trm train")
+    )
+    assert any("--png" in command for command in shown)
+    assert any("--gif" in command for command in shown)
+    assert any("--new-head" in command for command in shown)
+    files = [block.file for page in PAGES_TO_RUN for block in blocks_of(page) if block.file]
+    assert {Path(name).suffix for name in files} == {".py", ".yaml"}
+
+
+def mentioned_commands(page: Path) -> list[str]:
+    """Return the commands in code blocks and in backticks."""
+    inline = re.findall(r"`(trm [^`]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    return [command for command in (*commands_of(page), *inline) if command.startswith("trm ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_that_a_page_mentions_exists(page):
+    for text in mentioned_commands(page):
+        words = text.split()[1:]
+        command: click.Command = cli
+        while isinstance(command, click.Group) and words and words[0].islower() and words[0][0] != "-":
+            assert words[0] in command.commands, f"{page.name}: {text}"
+            command = command.commands[words.pop(0)]
+        shown = [each for each in command.params if not getattr(each, "hidden", False)]
+        known = {"--help", "--version"}.union(*((*each.opts, *each.secondary_opts) for each in shown))
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= known, f"{page.name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "generator"),
+    [("commands", command_reference), ("keys", key_reference)],
+    ids=["commands", "keys"],
+)
+def test_a_generated_reference_is_up_to_date(name, generator):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert text == generator.reference(), "run `make docs`"
+
+
+def test_every_key_and_every_section_has_a_description():
+    found = dict(key_reference.keys())
+    assert len(found) > 90
+    assert {
+        "seed",
+        "training.curriculum.share",
+        "data.loading.chunk_size_mb",
+        "limits.memory_limit_mb",
+    } <= set(found)
+    for key, schema in found.items():
+        assert schema.get("description", "").endswith((".", ").")), key
+    for prefix, schema in key_reference.sections():
+        assert schema["description"].endswith("."), prefix
+
+
+def test_every_option_of_a_command_has_help():
+    def all_commands(command):
+        yield command
+        for inner in getattr(command, "commands", {}).values():
+            yield from all_commands(inner)
+
+    for command in all_commands(cli):
+        assert command.help, command.name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                assert parameter.help, f"{command.name} {parameter.opts}"
 
 
 def test_the_readme_is_short():
@@ -48,86 +284,17 @@ def test_the_readme_is_short():
 
 
 def test_every_link_inside_the_project_leads_somewhere():
-    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for document in (*PAGES, ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert "://" in target or (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_every_recipe_is_in_the_table():
-    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+def test_every_recipe_is_in_a_table():
+    rows = [
+        line
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
     for path in (ROOT / "recipes").glob("*.yaml"):
-        assert f"| `{path.stem}` |" in text
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_recipe_page_work(tmp_path):
-    questions, _ = generate(6, 16, 50, seed=5)
-    lines = [TASK.decode(grid.reshape(-1).astype(int) + 1) for grid in questions]
-    (tmp_path / "puzzles.txt").write_text("\n".join(lines))
-    found = commands_in(ROOT / "docs" / "recipes.md")
-    assert len(found) == 6
-    for command in found:
-        run(command, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_commands_and_the_files_of_the_task_page_work(tmp_path):
-    page = ROOT / "docs" / "tasks.md"
-    for language, file in (("python", "mirror.py"), ("yaml", "mirror.yaml")):
-        (tmp_path / file).write_text(blocks_of(language, page)[0])
-    found = commands_in(page)
-    assert len(found) == 6
-    answers = [run(command, tmp_path) for command in found]
-    assert "0 test questions are also in the training half" in answers[1]
-    assert (tmp_path / "maze.png").read_bytes()[1:4] == b"PNG"
-    assert (tmp_path / "maze.gif").read_bytes()[:3] == b"GIF"
-    assert re.search(r"Best: (99\.\d|100\.0)% of 100 unseen puzzles", answers[4])
-    assert "solved: every rule holds" in answers[5]
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_machine_page_work(tmp_path):
-    found = commands_in(ROOT / "docs" / "machine.md")
-    assert len(found) == 2
-    for command in found:
-        run(command, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_checkpoint_page_work(tmp_path):
-    found = commands_in(ROOT / "docs" / "checkpoints.md")
-    assert len(found) == 4
-    answers = [run(command, tmp_path) for command in found]
-    assert "`trm train` would go on after step 20." in answers[1]
-    assert "lm_head.weight" in answers[2]
-
-
-def test_every_setting_of_these_sections_is_explained():
-    for page, section, model in (
-        ("machine", "plan", PlanSettings),
-        ("checkpoints", "checkpoints", CheckpointsConfig),
-        ("tasks", "data.loading", LoadingConfig),
-        ("tasks", "training.curriculum", CurriculumConfig),
-    ):
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for name in model.model_fields:
-            assert f"| `{section}.{name}` |" in text
-
-
-@pytest.mark.slow
-def test_the_readme_works_from_the_demo_to_the_last_command(tmp_path):
-    """`make demo` is replaced by what it would run, in the environment of the tests; `make test` is us."""
-    for command in commands_in(ROOT / "README.md"):
-        if command.startswith("make demo"):
-            recipe = subprocess.check_output(["make", "-n", "demo"], cwd=ROOT, text=True)
-            demo = [line.lstrip("@") for line in recipe.splitlines() if "/trm " in line]
-            assert len(demo) == 2
-            trained, shown = (run(line, tmp_path) for line in demo)
-            assert re.search(r"Best: (9[5-9]\.\d|100\.0)% of 256 unseen puzzles", trained)
-            assert "step 1" in shown
-        elif command.startswith("trm "):
-            run(command, tmp_path)
-        else:
-            assert command in ("make test",), f"the README has a command that no test runs: {command}"
-    (finished,) = json.loads(run("trm runs --json", tmp_path))
-    assert finished["exact_accuracy"] >= 0.95
+        assert any(f"`{path.stem}`" in row.split("|")[1] for row in rows), path.stem

@@ -8,7 +8,9 @@ checked before it is read.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -16,23 +18,26 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
 
 from macbook_optimization.durable_files import Buffer, FileDigest, sync, write_synced
 from macbook_optimization.errors import CheckpointError, NonFiniteError
+from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import MIB
 
 SCHEMA = 2
-Tensors = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> torch tensor
+TensorDict: TypeAlias = dict[str, Any]  # tensor name -> torch tensor or NumPy array
+Tensors: TypeAlias = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> tensor
 # The suffix is the rank of a process that saves its own part: latents-1.safetensors. Without dots and slashes
 # in the stem, a name can never lead out of the checkpoint's directory.
 _FILE_NAME = re.compile(r"[a-z]+(-[0-9]{1,6})?\.(safetensors|json)")
 _MAX_JSON_BYTES = 8 * MIB  # a thousand slots take 20 KiB
 _MAX_HEADER_BYTES = 4 * MIB  # a few dozen tensors take a few KiB
 _DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
-    "torch.uint8": "U8", "torch.bool": "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
 
@@ -55,19 +60,19 @@ class TensorEntry(TypedDict):
 class Checkpoint:
     path: Path
     step: int
-    metadata: dict[str, Any]
+    metadata: JsonObject
 
-    def load(self, name: str) -> dict[str, Any]:
-        """Load the tensors of one file; `name` has no extension."""
+    def load(self, name: str, framework: str = "torch") -> TensorDict:
+        """Load the tensors of one file (`name` has no extension) as torch tensors or NumPy arrays."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
 
+        load_file = importlib.import_module(f"safetensors.{framework}").load_file
         try:
             return dict(load_file(self.path / f"{name}.safetensors"))
         except (OSError, SafetensorError) as error:  # a running trainer may just have removed it
             raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
 
-    def load_all(self) -> dict[str, dict[str, Any]]:
+    def load_all(self) -> dict[str, TensorDict]:
         """Load every tensor file of the manifest; other files in the directory are ignored."""
         files = [Path(name) for name in _read_manifest(self.path)["files"]]
         return {file.stem: self.load(file.stem) for file in files if file.suffix == ".safetensors"}
@@ -137,7 +142,7 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def signed(content: Mapping[str, Any]) -> str:
+def signed(content: JsonMapping) -> str:
     """Return the canonical text of a manifest, with its sha256: even a changed blank is detected."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=2)
@@ -170,7 +175,7 @@ def _file_size(path: Path) -> int:
     return status.st_size
 
 
-def write_checkpoint(directory: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+def write_checkpoint(directory: Path, tensors: Tensors, metadata: JsonMapping) -> None:
     """Write all files of a checkpoint and sync them. The caller renames the directory when this returns."""
     if directory.exists():
         shutil.rmtree(directory)
@@ -186,23 +191,21 @@ def write_checkpoint(directory: Path, tensors: Tensors, metadata: Mapping[str, A
     sync(directory)
 
 
-def _serialize(group: Mapping[str, Any]) -> Iterator[Buffer]:
+def _serialize(group: JsonMapping) -> Iterator[Buffer]:
     """Yield the parts of a safetensors file without copying the tensors: latents can fill most of the memory.
 
     The library's `save_file` does not copy either, but it reports a full disk only in the text of a generic
     error, and its output would have to be read again to be hashed.
     Format: https://github.com/huggingface/safetensors#format
     """
-    import torch
-
     # Largest elements first, so that every tensor is aligned to its element size.
-    tensors = sorted(group.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    tensors = sorted(group.items(), key=lambda item: (-_element_size(item[1]), item[0]))
     entries: dict[str, TensorEntry] = {}
     start = 0
     for name, tensor in tensors:
         end = start + tensor.nbytes
         entries[name] = {
-            "dtype": _DTYPES[str(tensor.dtype)],
+            "dtype": _DTYPES[str(tensor.dtype).removeprefix("torch.")],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -211,18 +214,37 @@ def _serialize(group: Mapping[str, Any]) -> Iterator[Buffer]:
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
     for _, tensor in tensors:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield _content(tensor)
+
+
+def _element_size(tensor: Any) -> int:
+    return int(tensor.dtype.itemsize)
+
+
+def _content(tensor: Any) -> memoryview:
+    """Return the bytes of a tensor; those of a contiguous one in main memory are not copied."""
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+    import torch
+
+    content: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return content
 
 
 def check_finite(tensors: Tensors) -> None:
     """Raise `NonFiniteError` if a tensor holds NaN or Inf."""
     for group_name, group in tensors.items():
         for name, tensor in group.items():
-            if tensor.is_floating_point() and tensor.numel():
-                # `isfinite` would allocate a mask as large as the tensor; NaN passes through aminmax.
-                lowest, highest = tensor.aminmax()
-                if not (lowest - lowest == 0 and highest - highest == 0):
-                    raise NonFiniteError(f"{name} of the {group_name} is not finite, so it is not saved.")
+            if not _is_finite(tensor):
+                raise NonFiniteError(f"{name} of the {group_name} is not finite, so it is not saved.")
+
+
+def _is_finite(tensor: Any) -> bool:
+    """Check without a mask as large as the tensor: NaN passes through minimum and maximum."""
+    if "float" not in str(tensor.dtype) or 0 in tensor.shape:
+        return True
+    extremes = (tensor.min(), tensor.max()) if isinstance(tensor, np.ndarray) else tensor.aminmax()
+    return all(math.isfinite(extreme) for extreme in extremes)
 
 
 def _digest(path: Path) -> FileDigest:

@@ -35,6 +35,7 @@ from macbook_optimization.durable_files import (
     sync,
 )
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import MIB
 
 _SPARE_BYTES = MIB  # for the manifest, the other files of a run, and the file system's metadata
@@ -66,7 +67,7 @@ class CheckpointManager:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> Checkpoint:
+    def save(self, step: int, tensors: Tensors, metadata: JsonMapping) -> Checkpoint:
         """Write a checkpoint and return when it is safely on disk.
 
         After an error the call may be repeated: earlier checkpoints are untouched, and this one is complete
@@ -105,12 +106,12 @@ class CheckpointManager:
                 hint="Free some disk space, or keep fewer checkpoints with checkpoints.keep.",
             )
 
-    def good_ones(self) -> Iterator[Checkpoint]:
+    def intact_checkpoints(self) -> Iterator[Checkpoint]:
         """Yield the intact checkpoints, newest first. Changes nothing, so a trainer may be running."""
         return (open_checkpoint(path) for path in self._newest_first() if find_damage(path) is None)
 
-    def newest_good(self) -> Checkpoint | None:
-        return next(self.good_ones(), None)
+    def newest_intact(self) -> Checkpoint | None:
+        return next(self.intact_checkpoints(), None)
 
     def abandon_after(self, step: int) -> None:
         """Set aside the checkpoints after `step`: they belong to an abandoned continuation."""
@@ -150,30 +151,30 @@ class CheckpointManager:
     def newest_step(self) -> int | None:
         return max((step_of(path) for path in self._newest_first()), default=None)
 
-    def mark_best(self, best: Mapping[str, Any]) -> None:
+    def mark_best(self, best: JsonMapping) -> None:
         """Record the best checkpoint: `best["checkpoint"]` is its name, the other keys say why."""
         try:
             replace_file(self.best_file, json.dumps(best, indent=2).encode())
         except OSError as error:
             raise _cannot_write(self.best_file, error) from error
 
-    def best(self) -> dict[str, Any] | None:
+    def best(self) -> JsonObject | None:
         """Return the record of the best checkpoint, or None if there is no valid one."""
         try:
             return checked_best(json.loads(self.best_file.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError):
             return None
 
-    def is_good(self, name: str) -> bool:
+    def is_intact(self, name: str) -> bool:
         path = self.directory / name
         return path.is_dir() and find_damage(path) is None
 
     def best_or_newest(self) -> Checkpoint:
         """Return the checkpoint to use for inference."""
         best = self.best()
-        if best is not None and self.is_good(best["checkpoint"]):
+        if best is not None and self.is_intact(best["checkpoint"]):
             return open_checkpoint(self.directory / best["checkpoint"])
-        newest = self.newest_good()
+        newest = self.newest_intact()
         if newest is not None:
             return newest
         if self._newest_first():
@@ -217,7 +218,7 @@ class CheckpointManager:
         return [paths[step] for step in surplus_steps(sorted(paths), self.keep, kept)]
 
 
-def checked_best(content: Any) -> dict[str, Any] | None:
+def checked_best(content: Any) -> JsonObject | None:
     """Return the record of the best checkpoint if it is valid, else None.
 
     It must name a checkpoint, and every number in it must be finite. Which metrics it holds is up to the

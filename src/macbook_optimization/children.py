@@ -1,7 +1,7 @@
 """Run a function in a child process, so that a crash or an OOM kill does not take the caller down.
 
 Probes of memory, precision and speed run this way, and so does the trainer. The function is named
-`module:name` and takes JSON-able keyword arguments. It may report rows through `tell` while it runs, and
+`module:name` and takes JSON-able keyword arguments. It may report rows through `send` while it runs, and
 returns a JSON-able value. A `LaptopError` in the child is raised again in the parent; any other end is a
 `ChildDied`.
 
@@ -27,8 +27,9 @@ from types import FrameType, TracebackType
 from typing import IO, Any, TypedDict, Unpack
 
 from macbook_optimization import errors
+from macbook_optimization.json_types import JsonMapping
 
-Tell = Callable[[Any], None]  # reports one JSON-able row to the parent
+Send = Callable[[Any], None]  # reports one JSON-able row to the parent
 # Phrases in which libraries and the interpreter report an OOM. "map segment" is the ImportError of a shared
 # library that cannot be mapped.
 _OOM_PHRASES = (
@@ -47,16 +48,16 @@ class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides w
     """The child ended without returning a value.
 
     `signal` is the signal that killed it, or None when it exited by itself with exit status `code`.
-    `last_words` is its exception, or the last line that it wrote to standard error.
+    `last_output` is its exception, or the last line that it wrote to standard error.
     """
 
     def __init__(
-        self, returncode: int, traceback_shown: bool, last_words: str, timed_out: bool = False
+        self, returncode: int, traceback_shown: bool, last_output: str, timed_out: bool = False
     ) -> None:
         self.signal = signal.Signals(-returncode) if returncode < 0 else None
         self.code = returncode
         self.traceback_shown = traceback_shown
-        self.last_words = last_words
+        self.last_output = last_output
         self.timed_out = timed_out
         super().__init__(self._description())
 
@@ -67,10 +68,10 @@ class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides w
             cause = f"was killed by {self.signal.name}"
         else:
             cause = f"ended with exit code {self.code}"
-        return f"{cause}: {self.last_words}" if self.last_words else cause
+        return f"{cause}: {self.last_output}" if self.last_output else cause
 
     @property
-    def of_memory(self) -> bool:
+    def may_be_out_of_memory(self) -> bool:
         """Whether an OOM is the likely cause: the system kills, libraries abort or exit, Python raises."""
         if self.timed_out:
             return False
@@ -79,9 +80,9 @@ class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides w
         # Under an address space limit, an import that ran out of memory midway leaves a module without some
         # of its names, which shows up later as an ImportError.
         is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        if is_limited and "ImportError" in self.last_words:
+        if is_limited and "ImportError" in self.last_output:
             return True
-        return any(phrase in self.last_words for phrase in _OOM_PHRASES)
+        return any(phrase in self.last_output for phrase in _OOM_PHRASES)
 
 
 class ChildOptions(TypedDict, total=False):
@@ -99,15 +100,15 @@ class ChildOptions(TypedDict, total=False):
 
 def run_in_child(
     target: str,
-    arguments: Mapping[str, Any],
+    arguments: JsonMapping,
     *,
-    tell: Tell = lambda row: None,
+    on_row: Send = lambda row: None,
     environment: Mapping[str, str] | None = None,
     **options: Unpack[ChildOptions],
 ) -> Any:
-    """Return the value of `target(**arguments, tell=...)`, computed in a child process.
+    """Return the value of `target(**arguments, send=...)`, computed in a child process.
 
-    `tell` is called here with each row that the function reports. `environment` is added to our own.
+    `on_row` is called here with each row that the function sends. `environment` is added to our own.
     """
     in_front = options.get("in_front", False)
     read_end, write_end = os.pipe()
@@ -129,7 +130,7 @@ def run_in_child(
         signals = _forwarded_signals(child) if in_front else nullcontext()
         with os.fdopen(read_end, encoding="utf-8") as messages, signals:
             _send(child, arguments)
-            return _receive(child, messages, stderr, tell, timeout)
+            return _receive(child, messages, stderr, on_row, timeout)
     finally:
         timeout.cancel()
         child.kill()  # has no effect unless we were interrupted: otherwise it has already ended
@@ -156,7 +157,7 @@ class _Timeout:
         self.timer.cancel()
 
 
-def _send(child: subprocess.Popen[str], arguments: Mapping[str, Any]) -> None:
+def _send(child: subprocess.Popen[str], arguments: JsonMapping) -> None:
     assert child.stdin is not None
     # A broken pipe means that the child died immediately; its exit status will say why.
     with suppress(BrokenPipeError), child.stdin:
@@ -164,14 +165,14 @@ def _send(child: subprocess.Popen[str], arguments: Mapping[str, Any]) -> None:
 
 
 def _receive(
-    child: subprocess.Popen[str], messages: Iterable[str], stderr: IO[str], tell: Tell, timeout: _Timeout
+    child: subprocess.Popen[str], messages: Iterable[str], stderr: IO[str], on_row: Send, timeout: _Timeout
 ) -> Any:
     """Read the child's messages until its result; raise its error, or `ChildDied` if it ends without one."""
     crash = ""
     for line in messages:
         kind, value = json.loads(line)
         if kind == "row":
-            tell(value)
+            on_row(value)
         elif kind == "result":
             child.wait()
             return value
@@ -185,8 +186,8 @@ def _receive(
         os.write(2, _SHOW_CURSOR)  # the child's live display may have hidden it
     stderr.seek(0)
     last_line = stderr.read().strip().splitlines()[-1:]
-    last_words = crash or " ".join(last_line)
-    raise ChildDied(returncode, bool(crash), last_words, timeout.has_expired)
+    last_output = crash or " ".join(last_line)
+    raise ChildDied(returncode, bool(crash), last_output, timeout.has_expired)
 
 
 @dataclass(slots=True)
@@ -269,7 +270,7 @@ def _main(target: str, descriptor: str, parent: str, mode: str) -> None:
     sys.excepthook = on_crash
     try:
         function = getattr(importlib.import_module(module), name)
-        result = function(**arguments, tell=lambda row: write("row", row))
+        result = function(**arguments, send=lambda row: write("row", row))
         with suppress(BrokenPipeError):  # the parent has died
             write("result", result)
     except errors.LaptopError as error:

@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from macbook_optimization.children import ChildDied, Tell, run_in_child
+from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.hardware_detection import CPUSpecs, HardwareDetector, is_available
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
 
 PRECISIONS = ("float32", "bfloat16")
@@ -163,13 +164,13 @@ def choose_precision(rates: Mapping[str, float]) -> str:
     return "bfloat16" if is_faster else "float32"
 
 
-def measure_speeds(threads: list[int]) -> tuple[Speeds, dict[str, Any] | None]:
+def measure_speeds(threads: list[int]) -> tuple[Speeds, JsonObject | None]:
     """Measure products and memory bandwidth; also return the platform, since the child has loaded torch.
 
     Each precision runs in its own child process, so that one that crashes is only left out.
     """
     products: dict[str, dict[int, float]] = {}
-    platform: dict[str, Any] | None = None
+    platform: JsonObject | None = None
     bandwidth: float | None = None
     for precision in PRECISIONS:
         try:
@@ -190,10 +191,10 @@ class Survey(TypedDict):
 
     products: dict[int, float]
     bandwidth: float | None
-    platform: dict[str, Any] | None
+    platform: JsonObject | None
 
 
-def survey(precision: str, threads: list[int], tell: Tell) -> Survey:
+def survey(precision: str, threads: list[int], send: Send) -> Survey:
     """Measure one precision, in a child. Bandwidth and platform do not depend on it: float32 reports them."""
     products = time_products(precision, threads)
     if precision != "float32":

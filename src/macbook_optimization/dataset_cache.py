@@ -21,8 +21,14 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import BUILD, ArrayFile, digests, open_files
-from macbook_optimization.durable_files import beside, make_directory, remove_directory, sync, write_synced
+from macbook_optimization.dataset_files import BUILD_FILE, ArrayFile, digests, open_files
+from macbook_optimization.durable_files import (
+    make_directory,
+    partial_path,
+    remove_directory,
+    sync,
+    write_synced,
+)
 from macbook_optimization.errors import DataError
 
 Progress = Callable[[str, int, int], None]  # description, amount done, total
@@ -81,7 +87,7 @@ def _is_complete(cache: Path, splits: Sequence[str]) -> bool:
             open_files(cache, split)
     except DataError:
         return False
-    return (cache / BUILD).is_file()
+    return (cache / BUILD_FILE).is_file()
 
 
 @dataclass(slots=True)
@@ -122,13 +128,13 @@ def _apply(function: Callable[[NDArray[Any]], Result], array: ArrayFile, start: 
 
 def _write_cache(cache: Path, source: CacheSource, pool: ChunkPool) -> None:
     """Write under a temporary name and rename, so that the cache is complete or absent."""
-    partial = beside(cache)
+    partial = partial_path(cache)
     try:
         for text in source.texts:
             _write(partial / text.relative_to(source.dataset), [text.read_bytes()])
         for array in source.arrays:
             _write(partial / array.path.relative_to(source.dataset), _narrowed(array, pool))
-        _write(partial / BUILD, [json.dumps({"sha256": digests(partial)}).encode()])
+        _write(partial / BUILD_FILE, [json.dumps({"sha256": digests(partial)}).encode()])
         partial.rename(cache)
         sync(cache.parent)
     except OSError:

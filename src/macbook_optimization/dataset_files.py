@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from macbook_optimization.errors import DataError
 from macbook_optimization.units import MIB
 
-BUILD = "build.json"  # how a dataset was built, and the sha256 of its arrays; only in datasets built here
+BUILD_FILE = "build.json"  # how a dataset was built here, and the sha256 of its arrays
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 OPTIONAL_FIELDS = ("lengths",)  # tokens per example, for tasks of variable length
-AGAIN = "Build the dataset again, or copy it again."
+REBUILD_HINT = "Build the dataset again, or copy it again."
 # What NumPy raises for truncated or changed headers. Its header parser lets the last three through.
 _BAD_HEADER = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, TokenError)
 _SCAN_BYTES = 8 * MIB
@@ -71,12 +71,12 @@ class ArrayFile:
         except OSError as error:
             raise _cannot_read(self.path, error) from error
         if values.size < np.prod(shape):  # the file had the right size when its header was read
-            raise DataError(f"{self.path} was truncated while it was in use", hint=AGAIN)
+            raise DataError(f"{self.path} was truncated while it was in use", hint=REBUILD_HINT)
         return values.reshape(shape)
 
 
 def _cannot_read(path: Path, error: OSError) -> DataError:
-    return DataError(f"Cannot read {path}: {error.strerror or error}", hint=AGAIN)
+    return DataError(f"Cannot read {path}: {error.strerror or error}", hint=REBUILD_HINT)
 
 
 def _map(path: Path) -> np.memmap[Any, np.dtype[Any]]:
@@ -84,11 +84,11 @@ def _map(path: Path) -> np.memmap[Any, np.dtype[Any]]:
     try:
         return npy.open_memmap(path, mode="r")
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing", hint=AGAIN) from error
+        raise DataError(f"{path} is missing", hint=REBUILD_HINT) from error
     except OSError as error:
         raise _cannot_read(path, error) from error
     except _BAD_HEADER as error:
-        raise DataError(f"{path} is truncated or not an array: {error}", hint=AGAIN) from error
+        raise DataError(f"{path} is truncated or not an array: {error}", hint=REBUILD_HINT) from error
 
 
 def array_file(path: Path) -> ArrayFile:
@@ -96,7 +96,8 @@ def array_file(path: Path) -> ArrayFile:
     array = _map(path)
     if array.dtype.kind not in "iu" or array.ndim == 0:
         raise DataError(
-            f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers", hint=AGAIN
+            f"{path} holds {array.ndim}-dimensional {array.dtype} instead of rows of integers",
+            hint=REBUILD_HINT,
         )
     return ArrayFile(path, array.dtype, array.shape, array.offset, not array.flags.c_contiguous)
 
@@ -187,7 +188,7 @@ class SplitFiles:
         indices = index_file.rows(0, len(index_file))
         covers_all = indices[0] == 0 and indices[-1] == len(self)
         if not covers_all or (indices[1:] < indices[:-1]).any():
-            raise DataError(f"{index_file.path} does not count up from 0 to {len(self)}", hint=AGAIN)
+            raise DataError(f"{index_file.path} does not count up from 0 to {len(self)}", hint=REBUILD_HINT)
         return PuzzleIndex(identifiers, indices.astype(np.int64))
 
 
@@ -206,11 +207,11 @@ def read_headers(dataset: Path, split: str) -> SplitFiles:
     if not directory.is_dir():
         raise DataError(f"{dataset} is not a dataset: there is no {split}/ in it")
     if not (directory / "dataset.json").is_file():
-        raise DataError(f"{directory / 'dataset.json'} is missing", hint=AGAIN)
+        raise DataError(f"{directory / 'dataset.json'} is missing", hint=REBUILD_HINT)
     present = [field for field in OPTIONAL_FIELDS if (directory / f"all__{field}.npy").exists()]
     arrays = {field: array_file(directory / f"all__{field}.npy") for field in (*FIELDS, *present)}
     if problems := _shape_problems(arrays):
-        raise DataError(f"{directory}: {'; '.join(problems)}", hint=AGAIN)
+        raise DataError(f"{directory}: {'; '.join(problems)}", hint=REBUILD_HINT)
     return SplitFiles(directory, arrays)
 
 
@@ -247,22 +248,22 @@ def check_digests(dataset: Path, split: str, computed: Mapping[str, str] | None 
     """
     known = computed or {}
     try:
-        recorded = json.loads((dataset / BUILD).read_bytes())["sha256"]
+        recorded = json.loads((dataset / BUILD_FILE).read_bytes())["sha256"]
         in_split = re.compile(rf"{re.escape(split)}/\w+\.npy")  # never a path out of the dataset
         expected = {dataset / file: digest for file, digest in recorded.items() if in_split.fullmatch(file)}
         changed = [
             path for path, digest in expected.items() if (known.get(path.name) or _sha256(path)) != digest
         ]
     except FileNotFoundError as error:
-        if Path(error.filename).name == BUILD:
+        if Path(error.filename).name == BUILD_FILE:
             return
-        raise DataError(f"{error.filename} is missing", hint=AGAIN) from error
+        raise DataError(f"{error.filename} is missing", hint=REBUILD_HINT) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{dataset / BUILD} cannot be read: {error}", hint=AGAIN) from error
+        raise DataError(f"{dataset / BUILD_FILE} cannot be read: {error}", hint=REBUILD_HINT) from error
     if changed:
         raise DataError(
             f"{changed[0]} is not what was built: it is truncated or has been changed",
-            hint=f"{AGAIN} If you changed it on purpose, remove {dataset / BUILD}.",
+            hint=f"{REBUILD_HINT} If you changed it on purpose, remove {dataset / BUILD_FILE}.",
         )
 
 

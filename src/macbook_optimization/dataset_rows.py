@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import AGAIN, ArrayFile
+from macbook_optimization.dataset_files import REBUILD_HINT, ArrayFile
 from macbook_optimization.errors import DataError
 from macbook_optimization.memory_readings import return_freed_memory
 
@@ -76,7 +76,7 @@ class RowReader:
     def reads_ahead(self) -> bool:
         return self.strategy != "memory"
 
-    def ahead(self, examples: IntArray) -> None:
+    def read_ahead(self, examples: IntArray) -> None:
         """Prefetch the rows of the next `take`. This is optional: it only makes that call faster."""
         if self.pool is not None and self.pending is None:
             self.pending = self.pool.submit(self._fill_cache, examples)
@@ -84,7 +84,7 @@ class RowReader:
             for file, array in zip(self.files, self.arrays, strict=True):
                 prefetch_rows(array, file, examples)
 
-    def fall_back(self) -> bool:
+    def release_memory(self) -> bool:
         """Release the memory of a loaded dataset by mapping it; return False if it is not loaded."""
         if self.strategy != "memory":
             return False
@@ -125,7 +125,7 @@ class RowReader:
         except OSError as error:
             raise DataError(f"Cannot read {file.path}: {error.strerror}") from error
         if len(content) < file.row_bytes:  # the file had the right size when its header was read
-            raise DataError(f"{file.path} was truncated while it was in use", hint=AGAIN)
+            raise DataError(f"{file.path} was truncated while it was in use", hint=REBUILD_HINT)
         return np.frombuffer(content, file.dtype)
 
 

@@ -71,7 +71,7 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def beside(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return a temporary path next to `path`, unique to this thread, to be renamed to `path` when complete.
 
     Leftovers of processes that were killed are removed. Those of running processes stay: they may be writing

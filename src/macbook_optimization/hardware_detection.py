@@ -19,6 +19,7 @@ import psutil
 
 from macbook_optimization import linux_readers as linux
 from macbook_optimization import macos_readers as macos
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import GIB as GIB
 
 _ARCHITECTURES = {"aarch64": "arm64", "AMD64": "x86_64"}
@@ -92,7 +93,7 @@ class HardwareSpecs:
     power: PowerSpecs
     platform: PlatformCapabilities | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         facts = asdict(self)
         if self.platform is not None and self.platform.optimal_dtype is not None:
             facts["platform"]["optimal_dtype"] = str(self.platform.optimal_dtype).removeprefix("torch.")

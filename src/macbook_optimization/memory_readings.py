@@ -126,9 +126,9 @@ class MemoryMonitor(BackgroundMonitor):
         self.latest: MemoryStats | None = None
 
     def begin(self) -> None:
-        self.look()
+        self.sample()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         stats = self.read()
         self.latest = stats
         fraction = stats.percent_used / 100

@@ -23,6 +23,7 @@ from typing import Any, TypedDict, cast
 import psutil
 
 from macbook_optimization.errors import ConfigError, DataError, LaptopError
+from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.performance_checks import Leak as Leak
 from macbook_optimization.performance_checks import MemoryLeakDetector as MemoryLeakDetector
 from macbook_optimization.performance_checks import PerformanceRegression as PerformanceRegression
@@ -74,13 +75,13 @@ class PerformanceBenchmark:
     """Measures training in a temporary directory, which is removed afterwards."""
 
     def run_full_benchmark(
-        self, model_config: Mapping[str, Any], dataset_path: str | Path, duration_minutes: float
+        self, model_config: JsonMapping, dataset_path: str | Path, duration_minutes: float
     ) -> BenchmarkResult:
         """Train for this long, without evaluation, and return the measurements.
 
         `model_config` is the model section of a recipe, or a whole recipe.
         """
-        from trm.runs import Run  # the one exception to the direction of imports
+        from trm.runs.directory import Run  # the one exception to the direction of imports
 
         if not duration_minutes > 0:
             raise ConfigError(f"duration_minutes is {duration_minutes}; it must be above 0")
@@ -96,7 +97,7 @@ class PerformanceBenchmark:
 
 
 def summarise_rows(
-    rows: Sequence[Mapping[str, Any]], peak_bytes: int, budget_bytes: int, num_cores: int
+    rows: Sequence[JsonMapping], peak_bytes: int, budget_bytes: int, num_cores: int
 ) -> BenchmarkResult:
     """Summarise the metrics of a run; its peak is `peak_bytes` or the highest in a row if that is higher."""
     train_rows = [cast(TrainRow, row) for row in rows if _is_train_row(row)]
@@ -117,7 +118,7 @@ def summarise_rows(
     )
 
 
-def _is_train_row(row: Mapping[str, Any]) -> bool:
+def _is_train_row(row: JsonMapping) -> bool:
     """Distinguish training from evaluation rows; rows of older runs have no "kind"."""
     if "kind" in row:
         return bool(row["kind"] == "train")
@@ -131,7 +132,7 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _recipe(model_config: Mapping[str, Any], dataset: Path) -> str:
+def _recipe(model_config: JsonMapping, dataset: Path) -> str:
     """Return a recipe that trains on the dataset without an end and without evaluation."""
     from trm.config import RunConfig, parse_section
 
@@ -141,7 +142,7 @@ def _recipe(model_config: Mapping[str, Any], dataset: Path) -> str:
         model_config = {"model": model_config, "training": {"effective_batch_size": _BENCHMARK_SLOTS}}
     tree = {"task": _task_of(path), "data": {"path": path}, **model_config}
     config = parse_section(RunConfig, tree, "the benchmark's recipe")
-    changes: dict[str, dict[str, Any]] = {
+    changes: dict[str, JsonObject] = {
         "data": {"path": path, "build": None},
         "training": {"max_steps": _UNLIMITED_STEPS},
         "evaluation": {"every_steps": _UNLIMITED_STEPS, "target_accuracy": None},

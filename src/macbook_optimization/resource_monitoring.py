@@ -116,6 +116,13 @@ class CpuLoad:
         return LoadReading(cores, own_cores, other_cores=max(0.0, busy_cores - own_cores))
 
 
+def other_cpu_percent(seconds: float = 0.2) -> float:
+    """Measure the share of all cores that other programs use at the moment."""
+    load = CpuLoad()
+    time.sleep(seconds)
+    return load.read().other_percent
+
+
 class BackgroundMonitor:
     """Samples something in a background thread between start and stop.
 
@@ -130,7 +137,7 @@ class BackgroundMonitor:
     def begin(self) -> None:
         """Run once in the thread, before the first interval. Override this."""
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Take a sample, after every interval. Override this."""
 
     def __enter__(self) -> Self:
@@ -158,7 +165,7 @@ class BackgroundMonitor:
     def _run(self, interval: float, stop: threading.Event) -> None:
         self.begin()
         while not stop.wait(interval):
-            self.look()
+            self.sample()
 
 
 class ResourceMonitor(BackgroundMonitor):
@@ -199,7 +206,7 @@ class ResourceMonitor(BackgroundMonitor):
         psutil.cpu_percent()  # both measure since the previous call
         self._process.cpu_percent()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         self._latest = ResourceSample(
             time=time.monotonic(),
             cpu_percent=psutil.cpu_percent(),
@@ -224,9 +231,9 @@ class PowerMonitor(BackgroundMonitor):
         super().start_monitoring(interval)
 
     def begin(self) -> None:
-        self.look()
+        self.sample()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         self.power = HardwareDetector().detect_power()
         self.thermal = self._resources.get_thermal_state()
 
@@ -257,7 +264,7 @@ class RunningClock(BackgroundMonitor):
 
     def stop_monitoring(self) -> None:
         super().stop_monitoring()
-        self.look()
+        self.sample()
         with self._lock:
             self._last_tick = None
 
@@ -265,7 +272,7 @@ class RunningClock(BackgroundMonitor):
         with self._lock:
             self._last_tick = self._clock()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         with self._lock:
             now = self._clock()
             self._counted_seconds += self._running_seconds(now)

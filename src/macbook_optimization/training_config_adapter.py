@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from macbook_optimization.errors import MemoryBudgetError
 from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MARGIN, MemoryModel
 from macbook_optimization.units import GIB, MIB
 
@@ -81,62 +82,6 @@ def plan_batches(
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingParams:
-    """The plan: how this machine executes a recipe."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-    threads: int
-    lanes: int = 1  # worker threads; each computes micro-batches with its share of `threads`
-    precision: str = "float32"
-    gradient_checkpointing: Checkpointing = "none"  # layers that are recomputed to save memory
-    allocator: str = "system"  # or "compact": returns freed memory immediately
-    budget_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    memory: MemoryModel | None = None  # the measured line
-    samples_per_second: float | None = None  # as measured
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    settling: bool = False  # provisional: auto-tuning during the first steps will replace it
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Read a saved plan; unknown keys of other versions are ignored."""
-        names = [each.name for each in fields(cls)]
-        values = {name: facts[name] for name in names if name in facts}
-        memory = values.get("memory")
-        values["memory"] = MemoryModel(**memory) if memory else None
-        values["warnings"] = tuple(values.get("warnings", ()))
-        return cls(**values)
-
-    def cut_to(self, micro_batch_size: int, effective_batch_size: int, reason: str) -> Self:
-        """Return the same plan with another micro-batch size."""
-        return replace(
-            self,
-            micro_batch_size=micro_batch_size,
-            accumulation_steps=math.ceil(effective_batch_size / micro_batch_size),
-            predicted_peak_bytes=self.memory.peak_bytes(micro_batch_size) if self.memory else None,
-            reasons={**self.reasons, "micro_batch_size": reason},
-        )
-
-    def explain(self) -> list[str]:
-        """Return one line per choice that has a reason."""
-        in_lanes = f" in {self.lanes} lanes" if self.lanes > 1 else ""
-        choices = {
-            "micro_batch_size": f"{self.accumulation_steps} x {self.micro_batch_size} examples",
-            "threads": f"{self.threads} thread{'s' if self.threads > 1 else ''}{in_lanes}",
-            "precision": self.precision,
-            "gradient_checkpointing": f"gradient checkpointing: {self.gradient_checkpointing}",
-            "allocator": f"allocator: {self.allocator}",
-            "memory": f"memory: about {(self.predicted_peak_bytes or 0) / MIB:,.0f} MiB",
-        }
-        return [f"{text} ({self.reasons[name]})" for name, text in choices.items() if name in self.reasons]
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizedTrainingConfig:
     """All settings of training on this machine in one flat record, for code that has no recipe."""
 
@@ -168,7 +113,7 @@ class ValidationResult:
     errors: tuple[str, ...]  # the configuration cannot run on this machine
     warnings: tuple[str, ...]  # one per correction
     suggestions: tuple[str, ...]
-    corrections: Mapping[str, Any]
+    corrections: JsonMapping
 
     @property
     def is_valid(self) -> bool:
@@ -190,8 +135,8 @@ class TrainingConfigAdapter:
         return self._hardware
 
     def adapt_model_config(
-        self, base_config: Mapping[str, Any], hardware_specs: HardwareSpecs | None = None
-    ) -> dict[str, Any]:
+        self, base_config: JsonMapping, hardware_specs: HardwareSpecs | None = None
+    ) -> JsonObject:
         """Limit `base_config` to the profile of the machine, and fill in what it lacks."""
         profile = profile_for((hardware_specs or self.hardware).memory.total_memory)
         adapted = dict(base_config)
@@ -230,9 +175,7 @@ class TrainingConfigAdapter:
             max_checkpoints_to_keep=3,
         )
 
-    def validate_configuration(
-        self, config: Mapping[str, Any] | OptimizedTrainingConfig | TrainingParams
-    ) -> ValidationResult:
+    def validate_configuration(self, config: JsonMapping | OptimizedTrainingConfig) -> ValidationResult:
         """Report every setting that cannot run on this machine, and the corrections that make it run.
 
         Only names of the plan and documented names are checked; the recipe validates its other keys itself.
@@ -269,7 +212,7 @@ class _Validator:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.suggestions: list[str] = []
-        self.corrections: dict[str, Any] = {}
+        self.corrections: JsonObject = {}
 
     def correct(self, name: str, value: Any, corrected: Any, reason: str) -> None:
         self.corrections[name] = corrected
@@ -319,7 +262,7 @@ class _Validator:
             machine = f"a machine of this size ({profile.name} profile)"
             self.suggestions.append(f"{name}={suggested:g} suits {machine}")
 
-    def heads(self, values: Mapping[str, Any]) -> None:
+    def heads(self, values: JsonMapping) -> None:
         hidden_size = values.get("hidden_size") or 0
         num_heads = values.get("num_heads") or 0
         are_integers = isinstance(hidden_size, int) and isinstance(num_heads, int)

@@ -1,4 +1,4 @@
-"""What was tried and what was survived, in a table at the end."""
+"""Count the faults of each kind and how many were survived, and print a table at the end."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _remarks: dict[str, str] = {}
 
 
 class Tally:
-    """Survivals of one kind of fault; a test asserts them one by one, and this remembers."""
+    """Counts the faults of one kind. `add` returns its argument, so that a test can assert it."""
 
     def __init__(self, what):
         self.what = what
@@ -48,7 +48,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(items):
-    """The files of other processes are told by /proc, which the interceptor reads."""
+    """Skip these tests outside Linux: the interceptor finds the path of a descriptor in /proc."""
     if sys.platform != "linux":
         skip = pytest.mark.skip(reason="the fault tests need Linux")
         for item in items:

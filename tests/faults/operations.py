@@ -1,5 +1,5 @@
-"""Standing between a program and its files: every operation of `os` that changes one can be recorded,
-refused, torn or be the last that the process ever does."""
+"""Intercept every operation of `os` that changes a file: record it, let it fail, tear it, or kill the process
+at it."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ NAMES = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdi
 @dataclass(frozen=True)
 class Operation:
     name: str
-    path: str  # of the file itself; where it comes from, for a rename
-    target: str = ""  # where it goes, for a rename
+    path: str  # of the file; of the source, for a rename
+    target: str = ""  # of a rename
     content: bytes = b""  # of a write
-    creates: bool = False  # an open that may make the file
+    creates: bool = False  # an open with O_CREAT
 
     def __str__(self):
         return f"{self.name} {Path(self.target or self.path).name}".replace(".partial", "").lstrip(".")
@@ -42,7 +42,7 @@ def _describe(name, arguments, keywords) -> Operation:
 
 @contextmanager
 def intercepted(root: Path, decide: Callable[[Operation, Callable], object]) -> Iterator[None]:
-    """`decide` gets each operation on files below `root`, and the function that really does it."""
+    """Call `decide` for each operation on files below `root`, with the function that performs it."""
     real = {name: getattr(os, name) for name in NAMES}
     below = os.path.abspath(root)
 
@@ -67,9 +67,9 @@ def intercepted(root: Path, decide: Callable[[Operation, Callable], object]) -> 
 def recorded(root: Path, function: Callable[[], object]) -> list[Operation]:
     log: list[Operation] = []
 
-    def record(operation, really):
+    def record(operation, perform):
         log.append(operation)
-        return really()
+        return perform()
 
     with intercepted(root, record):
         function()
@@ -77,19 +77,19 @@ def recorded(root: Path, function: Callable[[], object]) -> list[Operation]:
 
 
 def killing(at: int, share: float | None) -> Callable[[Operation, Callable], object]:
-    """SIGKILL at the operation of this number: before it, or after that share of a write, or after it."""
+    """Kill the process at this operation: before it, after this share of a write, or after it."""
     count = 0
 
-    def decide(operation, really):
+    def decide(operation, perform):
         nonlocal count
         count += 1
         if count - 1 != at:
-            return really()
+            return perform()
         if share and operation.name != "write":
-            really()
+            perform()
         elif share:
             descriptor = next(fd for fd in _descriptors() if _points_to(fd, operation.path))
-            really(descriptor, operation.content[: int(share * len(operation.content))])
+            perform(descriptor, operation.content[: int(share * len(operation.content))])
         os.kill(os.getpid(), signal.SIGKILL)
         return None
 
@@ -108,7 +108,7 @@ def _points_to(descriptor, path):
 
 
 def in_fork(function: Callable[[], object]) -> int:
-    """The function in a copy of this process; returns how that ended, as `waitpid` tells it."""
+    """Run the function in a fork of this process and return its wait status."""
     child = os.fork()
     if child == 0:
         code = 1

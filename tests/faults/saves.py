@@ -1,4 +1,4 @@
-"""A run directory with checkpoints that tell their step by every number in them."""
+"""Checkpoints in which every number depends on the step, so that a mixture of two is noticed."""
 
 import torch
 
@@ -29,7 +29,7 @@ def manager_with(run, *steps, keep=2):
 
 
 def holds(checkpoint):
-    """Whether it is, to the last number, the checkpoint that its step says."""
+    """Return whether every tensor is the one of the checkpoint's step."""
     found, expected = checkpoint.load_all(), tensors(checkpoint.step)
     return found.keys() == expected.keys() and all(
         torch.equal(found[group][name], tensor)

@@ -1,4 +1,4 @@
-"""Two trainers in one run directory would ruin each other's checkpoints: exactly one of them runs."""
+"""Two trainers in one run directory would corrupt each other's checkpoints: exactly one of them runs."""
 
 import os
 import statistics
@@ -8,12 +8,12 @@ import pytest
 from processes import kill, kill_all, start, trainer_of, wait_for
 
 from macbook_optimization.errors import RunError
-from trm.runs import Run, only_trainer
+from trm.runs.directory import Run, only_trainer
 
 
 @pytest.mark.slow
-def test_of_two_that_start_at_once_exactly_one_runs(tmp_path, tally, full):
-    tally, seconds = tally("two started at once"), []
+def test_exactly_one_of_two_trainers_started_together_runs(tmp_path, tally, full):
+    tally, seconds = tally("two started together"), []
     for _ in range(50 if full else 4):
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
@@ -25,17 +25,17 @@ def test_of_two_that_start_at_once_exactly_one_runs(tmp_path, tally, full):
         winner = next(process for process in both if process not in losers)
         runs = trainer_of(winner).is_running()
         text = log.read_text()
-        told = text.count("is being trained by another process") == 1 and "hint: Wait for it" in text
-        survived = len(losers) == 1 and losers[0].returncode == 1 and runs and told
+        explained = text.count("is being trained by another process") == 1 and "hint: Wait for it" in text
+        survived = len(losers) == 1 and losers[0].returncode == 1 and runs and explained
         assert tally.add(survived), text
-        kill_all(winner)  # and leaves no stale lock to the next two
+        kill_all(winner)  # which must not leave a stale lock for the next two
     median = statistics.median(seconds)
     assert not full or median < 1
-    tally.remark(f"the other one left {median:.2f} s after its start, {max(seconds):.2f} s at most")
+    tally.remark(f"the other one exited {median:.2f} s after its start, {max(seconds):.2f} s at most")
 
 
 @pytest.mark.slow
-def test_a_trainer_whose_parent_was_killed_holds_the_run_until_it_has_saved(tmp_path):
+def test_a_trainer_whose_parent_was_killed_holds_the_lock_until_it_has_saved(tmp_path):
     process = start(tmp_path)
     trainer = trainer_of(process)
     wait_for(lambda: Run(tmp_path / "run").checkpoints().newest_step())
@@ -51,8 +51,8 @@ def test_a_trainer_whose_parent_was_killed_holds_the_run_until_it_has_saved(tmp_
     assert Run(tmp_path / "run").rows("events.jsonl")[-1]["reason"] == "interrupted"
 
 
-def test_the_lock_goes_with_its_holder(tmp_path):
-    in_use = pytest.raises(RunError, match=f"by another process, number {os.getpid()}")
+def test_the_lock_is_released_with_its_holder(tmp_path):
+    in_use = pytest.raises(RunError, match=f"by another process, PID {os.getpid()}")
     with only_trainer(tmp_path / "run"), in_use, only_trainer(tmp_path / "run"):
         pass
     with only_trainer(tmp_path / "run"):
@@ -60,7 +60,7 @@ def test_the_lock_goes_with_its_holder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_in_a_place_that_cannot_be_is_an_error(tmp_path):
+def test_a_run_below_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(RunError, match="Cannot create the run directory"),

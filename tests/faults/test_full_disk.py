@@ -1,5 +1,5 @@
-"""A full disk, and operations that fail: training goes on, nothing is called saved that is not, and the
-next save after there is room succeeds."""
+"""A full disk and failing file operations: training continues, only what is saved is reported as saved, and
+the first save after there is room succeeds."""
 
 import errno
 import json
@@ -18,8 +18,9 @@ from tiny import Recorder, plan_of, run_config, sudoku_dataset
 from macbook_optimization.checkpoint_files import find_damage
 from macbook_optimization.checkpoint_management import CheckpointManager
 from macbook_optimization.errors import CheckpointError, RunError
-from trm.runs import Run
-from trm.training.loop import Limits, train
+from trm.runs.directory import Run
+from trm.training.loop import Limits
+from trm.training.start import train
 
 STEPS = 5
 
@@ -30,9 +31,10 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr("trm.training.saving.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("trm.training.saving.SHARE", 1e9)
+def save_whenever_due(monkeypatch):
+    """Retry immediately, however long a save takes."""
+    monkeypatch.setattr("trm.training.checkpointing.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("trm.training.checkpointing.TIME_SHARE", 1e9)
 
 
 def recipe(dataset):
@@ -41,12 +43,12 @@ def recipe(dataset):
 
 
 def weights(path):
-    checkpoint = Run(path).checkpoints().newest_good()
+    checkpoint = Run(path).checkpoints().newest_intact()
     return checkpoint.step, checkpoint.load_all()
 
 
 def same(one, other):
-    """Bit for bit."""
+    """Return whether step and tensors are equal bit for bit."""
     return one[0] == other[0] and all(
         torch.equal(tensor, other[1][group][name])
         for group, named in one[1].items()
@@ -62,7 +64,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 
 class Watcher(Recorder):
-    """Looks after every step whether what is said to be saved is there, and makes room when asked to."""
+    """Checks after every step that what was reported as saved is intact, and makes room on request."""
 
     def __init__(self, path, make_room):
         super().__init__()
@@ -84,46 +86,46 @@ class Watcher(Recorder):
             self.honest = self.honest and path.is_dir() and find_damage(path) is None
 
 
-def goes_on(config, path, make_room, undisturbed):
-    """Whether a run with something broken ends as one without, or says at the start why it cannot begin."""
+def survives(config, path, make_room, undisturbed):
+    """Return whether a run with a fault ends like one without, or is refused at its start with a reason."""
     watcher = Watcher(path, make_room)
     try:
         train(config, path, plan_of(config), Limits(), watcher)
     except (CheckpointError, RunError) as refused:
-        return watcher.trained == 0 and CheckpointManager(path).newest_good() is None and bool(str(refused))
+        return watcher.trained == 0 and CheckpointManager(path).newest_intact() is None and bool(str(refused))
     return watcher.honest and watcher.trained == STEPS and same(weights(path), undisturbed)
 
 
 class Failing:
-    """The operation of this number fails, once or from then on until it is mended."""
+    """Lets the operation of this number fail, once or from then on until it is repaired."""
 
     def __init__(self, number, lasting, code):
         self.number, self.lasting, self.code = number, lasting, code
-        self.count, self.failed, self.mended = 0, False, False
+        self.count, self.failed, self.repaired = 0, False, False
 
-    def decide(self, operation, really):
+    def decide(self, operation, perform):
         self.count += 1
-        if not self.mended and (self.count == self.number or (self.lasting and self.count > self.number)):
+        if not self.repaired and (self.count == self.number or (self.lasting and self.count > self.number)):
             self.failed = True
             raise OSError(self.code, os.strerror(self.code), operation.path)
-        return really()
+        return perform()
 
-    def mend(self):
-        self.mended = True
+    def repair(self):
+        self.repaired = True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_training_goes_on_whichever_operation_fails(
+def test_training_continues_whichever_operation_fails(
     tmp_path, dataset, undisturbed, tally, full, lasting, code
 ):
     tally = tally(f"operation fails {'from then on' if lasting else 'once'}, {errno.errorcode[code]}")
     for number in count(1, 1 if full else 23):
         fault = Failing(number, lasting, code)
         with intercepted(tmp_path / "run", fault.decide):
-            survived = goes_on(recipe(dataset), tmp_path / "run", fault.mend, undisturbed)
-        if not fault.failed:  # there are no more operations than that
+            survived = survives(recipe(dataset), tmp_path / "run", fault.repair, undisturbed)
+        if not fault.failed:  # there are fewer operations than this number
             break
         assert tally.add(survived), f"operation {number}"
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -131,7 +133,7 @@ def test_training_goes_on_whichever_operation_fails(
 
 
 def in_tmpfs(directory, size_kib, *arguments):
-    """This file as a program, in a name space of its own in which a small file system is mounted there."""
+    """Run this file as a program, in a mount namespace with a small file system at the directory."""
     directory.mkdir(exist_ok=True)
     mount = f"mount -t tmpfs -o size={size_kib}k tmpfs {directory}"
     command = f"{mount} && exec {sys.executable} {__file__} {directory} {' '.join(map(str, arguments))}"
@@ -150,7 +152,7 @@ def can_mount(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_any_size_does_not_stop_training(tmp_path, dataset, undisturbed, tally, full):
+def test_a_disk_that_fills_up_at_any_point_does_not_stop_training(tmp_path, dataset, tally, full):
     if not can_mount(tmp_path):
         pytest.skip("needs to mount a small file system, which is not allowed here")
     tally = tally("disk full")
@@ -166,31 +168,32 @@ def test_a_disk_that_is_full_at_any_size_does_not_stop_training(tmp_path, datase
         facts = json.loads(answer.stdout.splitlines()[-1])
         done.append(facts)
         assert tally.add(facts["survived"]), (size, facts)
-    assert any(facts["failed_saves"] for facts in done), "no disk was small enough to show anything"
-    failed, refused = (sum(f["failed_saves"] for f in done), sum(not f["began"] for f in done))
-    tally.remark(f"{failed} times there was no room to save; {refused} were too small to begin and said so")
+    assert any(facts["failed_saves"] for facts in done), "no disk was small enough to make a save fail"
+    failed, refused = (sum(f["failed_saves"] for f in done), sum(not f["started"] for f in done))
+    tally.remark(f"{failed} times there was no room to save; {refused} were refused at the start")
 
 
 def main(directory, dataset, reference):
-    """Trains on a disk that has room again only when somebody is asked for it. The check for free space
-    is off: another program may take the space just after it."""
+    """Train on a disk that is enlarged only on request. The check for free space is disabled, because another
+    program may take the space just after it."""
     from pathlib import Path
 
     from macbook_optimization import checkpoint_management
-    from trm.training import saving
+    from trm.training import checkpointing
 
     torch.set_num_threads(1)
-    saving.RETRY_SECONDS, saving.SHARE = 0.0, 1e9
+    checkpointing.RETRY_SECONDS = 0.0
+    checkpointing.TIME_SHARE = 1e9
     checkpoint_management._SPARE_BYTES = -(2**40)
     path, config = Path(directory) / "run", recipe(Path(dataset))
 
     def make_room():
         subprocess.run(["mount", "-o", "remount,size=4m", directory], check=True)
 
-    survived = goes_on(config, path, make_room, weights(Path(reference)))
+    survived = survives(config, path, make_room, weights(Path(reference)))
     events = [row["event"] for row in Run(path).rows("events.jsonl")]
-    began = CheckpointManager(path).newest_step() is not None
-    facts = {"survived": bool(survived), "failed_saves": events.count("not saved"), "began": began}
+    started = CheckpointManager(path).newest_step() is not None
+    facts = {"survived": bool(survived), "failed_saves": events.count("not saved"), "started": started}
     sys.stdout.write(json.dumps(facts) + "\n")
 
 

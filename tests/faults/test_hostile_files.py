@@ -1,4 +1,4 @@
-"""Files that somebody made up: refused in less than two seconds, and nothing in them is executed."""
+"""Forged files are refused in less than two seconds, and nothing in them is executed."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from tiny import FOUR, TINY, TRM, run_config, sudoku_dataset
 
 from macbook_optimization.checkpoint_files import signed
 
-RAN = "ran"  # what a file touches that gets something executed
+RAN = "ran"  # the file that executed code would create
 SECONDS = 2.0
 
 
@@ -31,9 +31,9 @@ def directory(tmp_path):
 
 
 def refused(directory, *arguments):
-    """The error line of a command, which must come soon, be one, and leave nothing executed."""
+    """Return the error of a command, which must come soon and without executing anything."""
     best = float("inf")
-    for _ in range(3):  # the time is the file's, not that of a busy machine
+    for _ in range(3):  # the fastest of three: a busy machine is slow now and then
         started = time.monotonic()
         answer = subprocess.run([TRM, *arguments], cwd=directory, capture_output=True, text=True, check=False)
         best = min(best, time.monotonic() - started)
@@ -54,7 +54,7 @@ def checkpoint_in(directory):
 
 
 def replace(manager, name, content):
-    """Who makes a file up can also write the manifest."""
+    """Replace a file together with its entry in the manifest, which an attacker can write as well."""
     (manager.path(1) / name).write_bytes(content)
     manifest = json.loads((manager.path(1) / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -80,7 +80,7 @@ def _zip(path, content, compression=zipfile.ZIP_STORED):
 
 
 def _doubling():
-    """A tuple of a tuple of a tuple, each twice the one before, turned into text at the end."""
+    """Nest tuples so that each has twice the size of the one before."""
     return b"(I0\ntp0\n" + b"".join(f"(g{n}\ng{n}\ntp{n + 1}\n".encode() for n in range(60)) + b"."
 
 
@@ -107,14 +107,14 @@ HEADERS = {
     "negative": "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
     "code": f"__import__('os').system('touch {RAN}')",
     "deep": "(" * 5000,
-    "no dictionary": "{[]: 1}",
+    "not a dictionary": "{[]: 1}",
     "long": "{'descr': '<i8', 'fortran_order': False, 'shape': (" + "9" * 400 + ",)}",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADERS)
-def test_an_array_with_a_made_up_header_is_refused(directory, tally, kind):
+def test_an_array_with_a_forged_header_is_refused(directory, tally, kind):
     header = HEADERS[kind].encode() + b"\n"
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     (directory / "set" / "train" / "all__inputs.npy").write_bytes(content)
@@ -135,7 +135,7 @@ RECIPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_recipe_with_objects_is_refused(directory, tally, kind):
+def test_a_recipe_with_objects_or_of_excessive_size_is_refused(directory, tally, kind):
     (directory / "recipe.yaml").write_text(RECIPES[kind])
     text = refused(directory, "train", "recipe.yaml")
     assert tally("hostile recipes").add("error: recipe.yaml" in text), text[:500]
@@ -159,19 +159,19 @@ FILES = {
     "a shape that overflows": lambda: _safetensors({"a": _entry(0, 8, (2**62, 2**62, 16))}, bytes(8)),
     "a shape that is not its size": lambda: _safetensors({"a": _entry(0, 8, (200,))}, bytes(8)),
     "a negative offset": lambda: _safetensors({"a": _entry(-8, 0)}, bytes(8)),
-    "no JSON": lambda: _safetensors(b"\xff" * 64),
+    "not JSON": lambda: _safetensors(b"\xff" * 64),
     "deep JSON": lambda: _safetensors(b"[" * 100_000),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
-def test_made_up_tensors_with_a_right_sha256_are_refused(directory, tally, kind):
+def test_forged_tensors_with_a_correct_sha256_are_refused(directory, tally, kind):
     replace(checkpoint_in(directory), "weights.safetensors", FILES[kind]())
     text = refused(directory, "checkpoint", "verify", "run")
-    told = "weights.safetensors is malformed" in text and "No checkpoint is good" in text
+    explained = "weights.safetensors is malformed" in text and "No checkpoint is intact" in text
     assert "no usable checkpoint" in refused(directory, "eval", "run")
-    assert tally("hostile safetensors").add(told), text
+    assert tally("hostile safetensors").add(explained), text
 
 
 def _device(file):
@@ -184,7 +184,7 @@ PLACES = {"a pipe": os.mkfifo, "a device": _device, "a directory": os.mkdir}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", PLACES)
-def test_what_is_no_file_is_refused(directory, tally, kind, name):
+def test_a_pipe_a_device_or_a_directory_is_refused(directory, tally, kind, name):
     """Reading it might never end."""
     manager = checkpoint_in(directory)
     (manager.path(1) / name).unlink()
@@ -200,7 +200,7 @@ def test_a_large_state_is_refused_before_it_is_parsed(directory, tally):
 
 
 @pytest.mark.slow
-def test_a_dataset_that_leads_out_of_itself_is_not_followed(directory, tally):
+def test_paths_that_lead_out_of_a_dataset_are_not_followed(directory, tally):
     build = json.loads((directory / "set" / "build.json").read_text())
     build["sha256"]["train/../../../../../../../dev/zero"] = "0" * 64
     build["sha256"]["train/all__labels.npy"] = "0" * 64

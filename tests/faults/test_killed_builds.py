@@ -1,4 +1,4 @@
-"""A dataset whose build is killed is whole or absent, and the next build finishes."""
+"""A dataset whose build is killed is complete or absent, and the next build succeeds."""
 
 import random
 import subprocess
@@ -9,23 +9,23 @@ import pytest
 from processes import kill, wait_for
 from tiny import TRM
 
-from trm.tasks.base import open_split
+from trm.tasks.dataset import open_split
 
-BUILD = ("data", "build", "maze", "--size", "10", "--min-path", "9", "--train", "400", "--test", "100")
+BUILD_FILE = ("data", "build", "maze", "--size", "10", "--min-path", "9", "--train", "400", "--test", "100")
 
 
 def build(directory):
     return subprocess.Popen(
-        [TRM, *BUILD, "--out", "set", "--jobs", "2"], cwd=directory, stderr=subprocess.PIPE, text=True
+        [TRM, *BUILD_FILE, "--out", "set", "--jobs", "2"], cwd=directory, stderr=subprocess.PIPE, text=True
     )
 
 
-def is_whole(directory):
+def is_complete(directory):
     return [len(open_split(directory / "set", name)) for name in ("train", "test")] == [400, 100]
 
 
 def kill_with_workers(process):
-    """Only the first is killed; the others have to notice."""
+    """Kill only the parent process; its workers have to notice."""
     workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     kill(process)
     process.communicate()
@@ -33,22 +33,22 @@ def kill_with_workers(process):
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_a_whole_set_or_none(tmp_path, tally, full):
+def test_a_killed_build_leaves_a_complete_dataset_or_none(tmp_path, tally, full):
     started = time.monotonic()
     assert build(tmp_path).wait() == 0
-    seconds, fate = time.monotonic() - started, random.Random(0)
+    seconds, rng = time.monotonic() - started, random.Random(0)
     (tmp_path / "set").rename(tmp_path / "first")
     tally = tally("dataset build killed")
     for _ in range(50 if full else 4):
         process = build(tmp_path)
-        time.sleep(fate.uniform(0, 1.1 * seconds))
+        time.sleep(rng.uniform(0, 1.1 * seconds))
         kill_with_workers(process)
         there = (tmp_path / "set").exists()
-        assert tally.add(not there or is_whole(tmp_path))
+        assert tally.add(not there or is_complete(tmp_path))
         if there:
-            (tmp_path / "set").rename(tmp_path / f"set-{fate.random()}")
+            (tmp_path / "set").rename(tmp_path / f"set-{rng.random()}")
     assert build(tmp_path).wait() == 0
-    assert is_whole(tmp_path)
-    assert not list(tmp_path.glob(".*.partial")), "what killed builds left is gone"
+    assert is_complete(tmp_path)
+    assert not list(tmp_path.glob(".*.partial")), "a successful build removes what killed ones left"
     inputs = [(tmp_path / name / "train" / "all__inputs.npy").read_bytes() for name in ("set", "first")]
     assert inputs[0] == inputs[1]

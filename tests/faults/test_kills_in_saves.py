@@ -11,7 +11,7 @@ from faults.saves import holds, manager_with, save
 
 from macbook_optimization.checkpoint_management import CheckpointManager
 
-SHARES = [0, 0.01, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9, 0.99, 1]  # of a write; otherwise before it or after it
+SHARES = [0, 0.01, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9, 0.99, 1]  # of a write that are performed before the kill
 
 
 def best_of(step):
@@ -19,7 +19,7 @@ def best_of(step):
 
 
 def save_and_rotate(run):
-    """The third checkpoint: the first one has to go for it."""
+    """Save a third checkpoint, which removes the first."""
     manager = CheckpointManager(run, keep=2)
     save(manager, 3)
     manager.mark_best(best_of(3))
@@ -34,7 +34,7 @@ def prepare_save(run):
 
 
 def prepare_resume(run):
-    """The newest one is damaged, and two earlier processes died while they saved and removed."""
+    """Leave a damaged newest checkpoint, an incomplete save and an incomplete removal."""
     manager = manager_with(run, 1, 2, 3, keep=4)
     (manager.path(3) / "ema.safetensors").write_bytes(b"")
     manager.mark_best(best_of(2))
@@ -44,14 +44,14 @@ def prepare_resume(run):
 
 def survives(run, allowed):
     manager = CheckpointManager(run, keep=2)
-    seen = manager.newest_good()
+    seen = manager.newest_intact()
     best = manager.best()
     good = seen is not None and seen.step in allowed and holds(seen) and best["checkpoint"][-1] in "23"
     recovered, _ = manager.recover()
     good = good and recovered.step == seen.step and manager.best_or_newest().step in (2, 3)
-    save(manager, 9)  # and it can go on
+    save(manager, 9)  # further saves work
     left = [path.name for path in manager.directory.iterdir() if path.name.startswith(".")]
-    return good and manager.newest_good().step == 9 and left == []
+    return good and manager.newest_intact().step == 9 and left == []
 
 
 @pytest.mark.slow

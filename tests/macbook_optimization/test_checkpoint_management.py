@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +28,7 @@ def manager(tmp_path):
 
 def test_a_saved_checkpoint_can_be_loaded(manager):
     save(manager, 3)
-    found = manager.newest_good()
+    found = manager.newest_intact()
     assert (found.step, found.metadata["note"]) == (3, "x")
     torch.testing.assert_close(found.load("weights")["w"], torch.full((50,), 3.0))
 
@@ -52,7 +53,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(manager, n
         os.truncate(path, len(content) - 1)
     else:
         path.unlink()
-    assert manager.newest_good().step == 1
+    assert manager.newest_intact().step == 1
     assert path.parent.is_dir(), "only a trainer may set checkpoints aside"
     found, problems = manager.recover()
     assert found.step == 1
@@ -142,12 +143,12 @@ def test_a_save_whose_final_sync_fails_is_an_error_and_can_be_repeated(manager, 
     with pytest.raises(CheckpointError, match="Input/output error"):
         save(manager, 1)
     monkeypatch.undo()
-    assert save(manager, 1).step == manager.newest_good().step == 1
+    assert save(manager, 1).step == manager.newest_intact().step == 1
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(manager):
     (save(manager, 1).path / "state.json").write_text("{}")
-    assert save(manager, 1).step == manager.newest_good().step == 1
+    assert save(manager, 1).step == manager.newest_intact().step == 1
     assert (manager.directory / "damaged-step-00000001").is_dir()
 
 
@@ -156,7 +157,7 @@ def test_the_checkpoint_just_saved_is_never_removed(tmp_path):
     manager = CheckpointManager(tmp_path, keep=1)
     (save(manager, 9).path / "state.json").write_text("{}")
     save(manager, 5)
-    assert manager.newest_good().step == 5
+    assert manager.newest_intact().step == 5
 
 
 def test_a_disk_error_is_a_checkpoint_error(manager, monkeypatch):
@@ -184,7 +185,7 @@ def test_abandoned_checkpoints_are_set_aside(manager):
     for step in (1, 2):
         save(manager, step)
     manager.abandon_after(1)
-    assert manager.newest_good().step == 1
+    assert manager.newest_intact().step == 1
     assert [found.path.name for found in manager.examine()] == ["step-00000001", "abandoned-step-00000002"]
 
 
@@ -193,17 +194,17 @@ def test_an_unfinished_save_is_ignored_and_removed(manager):
     partial = manager.directory / ".step-00000002.partial"
     partial.mkdir()
     (partial / "weights.safetensors").write_bytes(b"half")
-    assert manager.newest_good().step == 1
+    assert manager.newest_intact().step == 1
     assert manager.recover()[0].step == 1
     assert not partial.exists()
     save(manager, 2)
-    assert manager.newest_good().step == 2
+    assert manager.newest_intact().step == 2
 
 
 def test_a_saved_step_is_never_overwritten(manager):
     save(manager, 1)
     manager.save(1, {"weights": {"w": torch.zeros(2)}}, {})
-    assert manager.newest_good().load("weights")["w"].tolist() == [1.0] * 50
+    assert manager.newest_intact().load("weights")["w"].tolist() == [1.0] * 50
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(manager):
@@ -297,7 +298,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_a_run_without_checkpoints_is_an_error_with_a_hint(manager):
-    assert manager.newest_good() is None
+    assert manager.newest_intact() is None
     with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
         manager.best_or_newest()
     assert "trm train" in caught.value.hint
@@ -309,3 +310,24 @@ def test_a_lost_best_checkpoint_falls_back_to_the_newest(manager):
     save(manager, 2)
     (best.path / "state.json").unlink()
     assert manager.best_or_newest().step == 2
+
+
+def test_numpy_arrays_are_saved_and_loaded_like_tensors(tmp_path):
+    """A backend without torch saves its state as arrays."""
+    arrays = {"weights": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([7])}}
+    tensors = {group: {k: torch.from_numpy(v) for k, v in named.items()} for group, named in arrays.items()}
+    for name, state in (("arrays", arrays), ("tensors", tensors)):
+        CheckpointManager(tmp_path / name).save(1, state, {})
+    one, other = (
+        (tmp_path / name / "checkpoints" / "step-00000001" / "weights.safetensors").read_bytes()
+        for name in ("arrays", "tensors")
+    )
+    assert one == other
+    loaded = CheckpointManager(tmp_path / "arrays").newest_intact().load("weights", framework="numpy")
+    np.testing.assert_array_equal(loaded["w"], arrays["weights"]["w"])
+
+
+def test_numpy_arrays_that_are_not_finite_are_not_saved(tmp_path):
+    for value in (np.nan, np.inf):
+        with pytest.raises(NonFiniteError):
+            CheckpointManager(tmp_path).save(1, {"weights": {"w": np.array([1.0, value])}}, {})

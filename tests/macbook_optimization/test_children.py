@@ -17,40 +17,40 @@ from macbook_optimization.memory_management import peak_bytes
 # The functions that the tests run in children.
 
 
-def double(number, tell):
-    tell({"half": number / 2})
+def double(number, send):
+    send({"half": number / 2})
     return 2 * number
 
 
-def refuse(tell):
+def refuse(send):
     raise DataError("no such puzzle", hint="try another")
 
 
-def crash(tell):
+def crash(send):
     raise ZeroDivisionError
 
 
-def die(number, tell):
-    tell("last words")
+def die(number, send):
+    send("last words")
     os.kill(os.getpid(), number)
 
 
-def leave(code, tell):
+def leave(code, send):
     sys.stderr.write("libgomp: Thread creation failed\n")
     sys.stderr.flush()
     os._exit(code)
 
 
-def hang(tell):
-    tell(os.getpid())
+def hang(send):
+    send(os.getpid())
     time.sleep(60)
 
 
-def environment(name, tell):
+def environment(name, send):
     return os.environ.get(name)
 
 
-def occupied(tell):
+def occupied(send):
     return peak_bytes()
 
 
@@ -61,7 +61,7 @@ def in_child(function, arguments=None, **settings):
 
 def test_a_child_reports_rows_and_returns_a_value():
     rows = []
-    assert in_child("double", {"number": 3}, tell=rows.append) == 6
+    assert in_child("double", {"number": 3}, on_row=rows.append) == 6
     assert rows == [{"half": 1.5}]
 
 
@@ -75,14 +75,14 @@ def test_an_exception_in_a_child_is_distinguished_from_a_kill():
     with pytest.raises(ChildDied) as caught:
         in_child("crash")
     assert caught.value.traceback_shown
-    assert "ZeroDivisionError" in caught.value.last_words
+    assert "ZeroDivisionError" in caught.value.last_output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, signal.SIGBUS])
 def test_a_killed_child_names_the_signal_and_its_rows_are_kept(number):
     rows = []
     with pytest.raises(ChildDied, match=number.name) as caught:
-        in_child("die", {"number": number}, tell=rows.append)
+        in_child("die", {"number": number}, on_row=rows.append)
     assert (caught.value.signal, caught.value.traceback_shown) == (number, False)
     assert rows == ["last words"]
 
@@ -97,7 +97,7 @@ def test_a_child_that_hangs_is_killed_after_its_timeout():
     started = time.monotonic()
     with pytest.raises(ChildDied, match="took too long") as caught:
         in_child("hang", timeout_seconds=1.0)
-    assert not caught.value.of_memory
+    assert not caught.value.may_be_out_of_memory
     assert time.monotonic() - started < 20
 
 
@@ -114,7 +114,7 @@ def test_the_peak_of_a_child_is_its_own_and_not_that_of_a_large_parent():
 def test_a_silent_child_ends_with_its_interrupted_parent():
     code = (
         "from macbook_optimization.children import run_in_child\n"
-        "run_in_child('test_children:hang', {}, tell=lambda pid: print(pid, flush=True))"
+        "run_in_child('test_children:hang', {}, on_row=lambda pid: print(pid, flush=True))"
     )
     variables = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     parent = subprocess.Popen(
@@ -130,5 +130,7 @@ def test_a_silent_child_ends_with_its_interrupted_parent():
 @pytest.mark.parametrize(("limit", "memory"), [(resource.RLIM_INFINITY, False), (2**32, True)])
 def test_an_import_error_is_an_oom_only_under_a_memory_limit(monkeypatch, limit, memory):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    assert ChildDied(1, True, "ImportError(\"cannot import name 'x' from 'y'\")").of_memory is memory
-    assert not ChildDied(1, True, "KeyError('x')").of_memory
+    assert (
+        ChildDied(1, True, "ImportError(\"cannot import name 'x' from 'y'\")").may_be_out_of_memory is memory
+    )
+    assert not ChildDied(1, True, "KeyError('x')").may_be_out_of_memory

@@ -69,5 +69,5 @@ def test_every_setting_gives_its_reason_and_belongs_to_its_system(platform):
 
 
 def test_a_survey_returns_the_speed_by_threads():
-    found = survey("float32", [1], tell=lambda row: None)
+    found = survey("float32", [1], send=lambda row: None)
     assert set(found["products"]) == {1}

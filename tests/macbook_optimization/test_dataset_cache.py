@@ -16,7 +16,7 @@ from tiny import sudoku_dataset
 from macbook_optimization.dataset_files import FIELDS
 from macbook_optimization.dataset_management import MIB, DatasetManager, DatasetSettings, narrowest_dtype
 from macbook_optimization.errors import DataError
-from trm.tasks.base import open_split
+from trm.tasks.dataset import open_split
 
 
 @pytest.fixture

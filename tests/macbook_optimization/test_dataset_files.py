@@ -10,7 +10,7 @@ from small_datasets import write_set
 
 from macbook_optimization import dataset_files
 from macbook_optimization.dataset_files import (
-    BUILD,
+    BUILD_FILE,
     FIELDS,
     array_file,
     check_digests,
@@ -25,7 +25,7 @@ from macbook_optimization.errors import DataError
 @pytest.fixture
 def dataset(tmp_path):
     path = write_set(tmp_path / "set", [3, 1, 4])
-    (path / BUILD).write_text(json.dumps({"sha256": digests(path)}))
+    (path / BUILD_FILE).write_text(json.dumps({"sha256": digests(path)}))
     return path
 
 
@@ -130,7 +130,7 @@ def test_lengths_that_do_not_fit_the_examples_are_refused(dataset, lengths, mess
 def test_recorded_hashes_cover_the_lengths(dataset):
     path = dataset / "train" / "all__lengths.npy"
     np.save(path, np.ones(8, np.uint8))
-    (dataset / BUILD).write_text(json.dumps({"sha256": digests(dataset)}))
+    (dataset / BUILD_FILE).write_text(json.dumps({"sha256": digests(dataset)}))
     np.save(path, np.zeros(8, np.uint8))
     with pytest.raises(DataError, match=r"all__lengths\.npy is not what was built"):
         check_digests(dataset, "train")

@@ -21,7 +21,7 @@ from macbook_optimization.dataset_management import (
     choose_strategy,
 )
 from macbook_optimization.errors import ConfigError, DataError
-from trm.tasks.base import open_split
+from trm.tasks.dataset import open_split
 
 STRATEGIES = {
     "memory": DatasetSettings(),

@@ -40,7 +40,7 @@ def test_every_strategy_gives_the_same_rows(tmp_path_factory, seed, order, dtype
             inputs, labels = reader.take(examples)
             np.testing.assert_array_equal(inputs, arrays["inputs"][examples])
             np.testing.assert_array_equal(labels, arrays["labels"][examples])
-            reader.ahead(upcoming)
+            reader.read_ahead(upcoming)
             np.testing.assert_array_equal(reader.take(upcoming)[0], arrays["inputs"][upcoming])
     for reader in readers:
         reader.close()
@@ -74,7 +74,7 @@ def test_a_file_truncated_while_in_use_is_named(tmp_path):
     os.truncate(tmp_path / "labels.npy", 500)
     with pytest.raises(DataError, match=r"labels\.npy was truncated"):
         reader.take(np.array([90]))
-    reader.ahead(np.array([91]))
+    reader.read_ahead(np.array([91]))
     with pytest.raises(DataError, match="truncated"):
         reader.take(np.array([0]))
 
@@ -92,9 +92,9 @@ def test_a_loaded_dataset_can_release_its_memory(tmp_path):
     stored, arrays = files(tmp_path, rows=20_000, width=1000)
     reader = RowReader(stored, "memory")
     loaded = psutil.Process().memory_info().rss
-    assert reader.fall_back()
+    assert reader.release_memory()
     assert loaded - psutil.Process().memory_info().rss > 30 * 2**20
-    assert not reader.fall_back()
+    assert not reader.release_memory()
     np.testing.assert_array_equal(reader.take(np.array([19_999]))[1], arrays["labels"][19_999:])
 
 

@@ -45,7 +45,7 @@ def test_the_benchmark_trains_and_measures(tmp_path, whole_recipe):
     if whole_recipe:  # it would end after 20 steps and train on another dataset
         config = run_config(tmp_path / "elsewhere", data__build={"size": 4}).model_dump()
     else:
-        config = model_config(mlp_t=True, pos_encodings="none").model_dump()
+        config = model_config(mixer="mlp", pos_encodings="none").model_dump()
     result = PerformanceBenchmark().run_full_benchmark(config, dataset, duration_minutes=0.1)
     assert result["samples_per_second"] == result.samples_per_second > 0
     assert 0 < result["memory_efficiency"] < 100
@@ -60,7 +60,7 @@ def test_a_benchmark_that_cannot_train_gives_the_reason(tmp_path):
     benchmark = PerformanceBenchmark()
     with pytest.raises(LaptopError, match="could not train: There is no dataset at") as caught:
         benchmark.run_full_benchmark({}, tmp_path / "nowhere", 0.1)
-    assert caught.value.hint == "Build one with: trm data build"
+    assert caught.value.hint == f"Build one: trm data build TASK --out {tmp_path / 'nowhere'}"
     with pytest.raises(ConfigError, match="did you mean hidden_size"):
         benchmark.run_full_benchmark({"hiden_size": 64}, tmp_path, 0.1)
     with pytest.raises(ConfigError, match="duration_minutes is 0"):

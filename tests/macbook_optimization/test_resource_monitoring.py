@@ -186,7 +186,7 @@ class Clock:
     def pass_time(self, seconds, tick=True):
         self.now += seconds
         if tick:
-            self.running.look()
+            self.running.sample()
 
 
 def test_a_running_clock_does_not_count_pauses():

@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macbook_optimization.hardware_detection import GIB, CPUSpecs, HardwareSpecs, MemorySpecs, PowerSpecs
-from macbook_optimization.memory_management import MIB, MemoryModel
+from macbook_optimization.memory_management import MIB
 from macbook_optimization.training_config_adapter import (
     PROFILES,
     TrainingConfigAdapter,
-    TrainingParams,
     fitting_heads,
     profile_for,
     scaled_learning_rate,
@@ -88,18 +87,3 @@ def test_plan_settings_that_cannot_work_here_are_corrected_with_a_warning():
         "threads": 2, "memory_limit_mb": 8192, "pin_memory": False, "num_workers": 8,
     }  # fmt: skip
     assert len(result.warnings) == 4
-
-
-def test_a_plan_can_be_written_and_read_back():
-    plan = TrainingParams(
-        4, 3, 2, memory=MemoryModel(10, 2), reasons={"threads": "measured"}, warnings=("x",)
-    )
-    assert TrainingParams.from_json(plan.to_json()) == plan
-    older = {"micro_batch_size": 4, "accumulation_steps": 3, "threads": 2, "unknown_key": 1}
-    assert TrainingParams.from_json(older).precision == "float32"
-
-
-def test_a_plan_with_smaller_micro_batches_covers_the_batch_and_gives_the_reason():
-    plan = TrainingParams(8, 2, 2, memory=MemoryModel(100, 10)).cut_to(3, 16, "the trainer was killed")
-    assert (plan.micro_batch_size, plan.accumulation_steps, plan.predicted_peak_bytes) == (3, 6, 130)
-    assert plan.explain() == ["6 x 3 examples (the trainer was killed)"]

@@ -1,7 +1,7 @@
 """The Tiny Recursive Model written out in plain NumPy, float64, one example at a time.
 
-It shares no code and no layout with the backends: sums and loops as they stand in the paper and the public
-code. Gradients are central differences, so there is no derivation that could be wrong twice.
+It shares no code and no layout with the backends: sums and loops are those of the paper and the reference
+implementation. Gradients are central differences, so there is no derivation that could be wrong twice.
 """
 
 import math
@@ -12,7 +12,7 @@ IGNORE = -100
 
 
 def rms(x, eps):
-    """Over the last axis."""
+    """Divide by the root mean square over the last axis."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
@@ -27,7 +27,7 @@ def swiglu(x, weights, name):
 
 
 def rotated(x, theta):
-    """x (L, d): each pair (i, i + d/2) turned by position * theta**(-2i/d)."""
+    """Rotate each pair (i, i + d/2) of x (L, d) by the angle position * theta**(-2i/d)."""
     length, size = x.shape
     out = np.empty_like(x)
     for position in range(length):
@@ -53,8 +53,8 @@ def attention(x, weights, name, config):
     return np.concatenate(heads, axis=-1) @ weights[f"{name}.o_proj.weight"].T
 
 
-def nearby(x, weight, size):
-    """x (L, D) is a square grid, row by row; beyond its edge there is nothing."""
+def convolution(x, weight, size):
+    """Convolve each channel of x (L, D), a square grid stored row by row, with zeros beyond its edge."""
     side = math.isqrt(len(x))
     out = np.zeros_like(x)
     for row in range(side):
@@ -67,8 +67,11 @@ def nearby(x, weight, size):
     return out
 
 
-def houses(x, weights, name, box):
-    """x (cells x digits, D). A candidate's own units stay; others are summed over houses, kind by kind."""
+def group_pooling_mlp(x, weights, name, box):
+    """Apply SwiGLU to x (cells x digits, D) and sum hidden units over constraint groups, kind by kind.
+
+    The first units belong to a candidate alone.
+    """
     rows, columns = box
     size = rows * columns
     inner = x @ weights[f"{name}.gate_up_proj.weight"].T
@@ -82,27 +85,27 @@ def houses(x, weights, name, box):
         lambda row, column, digit: (row // rows, column // columns, digit),
         lambda row, column, digit: (row, column),
     )
-    shared = hidden.copy()
-    for kind, house_of in enumerate(kinds):
+    pooled = hidden.copy()
+    for kind, group_of in enumerate(kinds):
         start = half - (4 - kind) * units
         for i, triple in enumerate(triples):
-            members = [j for j, other in enumerate(triples) if house_of(*other) == house_of(*triple)]
+            members = [j for j, other in enumerate(triples) if group_of(*other) == group_of(*triple)]
             assert len(members) == size
-            shared[i, start : start + units] = hidden[members, start : start + units].sum(0) / math.sqrt(size)
-    return shared @ weights[f"{name}.down_proj.weight"].T
+            pooled[i, start : start + units] = hidden[members, start : start + units].sum(0) / math.sqrt(size)
+    return pooled @ weights[f"{name}.down_proj.weight"].T
 
 
 def network(h, weights, config):
-    """One pass of a hidden state (L, D) through the level's layers."""
+    """Pass a latent (L, D) through the layers of the block once."""
     for i in range(config.num_layers):
         name = f"L_level.layers.{i}"
-        if config.candidates:
-            h = rms(h + houses(h, weights, f"{name}.mlp", (1, 2)), config.rms_norm_eps)
+        if config.mixer == "candidates":
+            h = rms(h + group_pooling_mlp(h, weights, f"{name}.mlp", (1, 2)), config.rms_norm_eps)
             continue
-        if config.mlp_t:
+        if config.mixer == "mlp":
             h = rms(h.T + swiglu(h.T, weights, f"{name}.mlp_t"), config.rms_norm_eps).T
-        elif config.neighbourhood:
-            mixed = nearby(h, weights[f"{name}.nearby.weight"], config.neighbourhood)
+        elif config.mixer == "neighbourhood":
+            mixed = convolution(h, weights[f"{name}.nearby.weight"], config.neighbourhood_size)
             h = rms(h + mixed, config.rms_norm_eps)
         else:
             h = rms(h + attention(h, weights, f"{name}.self_attn", config), config.rms_norm_eps)
@@ -111,7 +114,8 @@ def network(h, weights, config):
 
 
 def question(tokens, identifier, weights, config):
-    if config.candidates:  # of six tokens, the last two are digits
+    """Return x (L, D): the embedded tokens, after the prefix of the puzzle embedding if there is one."""
+    if config.mixer == "candidates":  # the last two of six tokens are digits
         digits = range(4, 6)
         tokens = [(1 if token == d else 2) if token in digits else 0 for token in tokens for d in digits]
     x = weights["embed_tokens.embedding_weight"][tokens]
@@ -120,7 +124,7 @@ def question(tokens, identifier, weights, config):
         prefix[: config.puzzle_emb_ndim] = weights["puzzle_emb.weights"][identifier]
         x = np.concatenate([prefix.reshape(config.prefix_len, config.hidden_size), x])
     if config.pos_encodings == "learned":
-        x = (x + weights["embed_pos.embedding_weight"]) / math.sqrt(2)
+        x = (x + weights["embed_pos.embedding_weight"][: len(x)]) / math.sqrt(2)
     return math.sqrt(config.hidden_size) * x
 
 
@@ -139,19 +143,21 @@ def cycle(x, latents, weights, config):
 
 
 def supervise(tokens, identifier, latents, weights, config, cycles, frozen=None):
-    """New latents, token logits (L, V) and halting logits (2,). `frozen` weights do all cycles but the last,
-    whose gradient is the only one that training sees."""
+    """Return new latents, token logits (L, V) and halting logits (2,).
+
+    `frozen` weights compute all cycles but the last, because training has a gradient in the last one only.
+    """
     frozen = weights if frozen is None else frozen
     x = question(tokens, identifier, frozen, config)
     for _ in range(cycles - 1):
         latents = cycle(x, latents, frozen, config)
     latents = cycle(question(tokens, identifier, weights, config), latents, weights, config)
     y = latents[0]
-    if config.candidates:
+    if config.mixer == "candidates":
         each = np.sqrt(config.hidden_size) * y @ weights["q_head.weight"].T + weights["q_head.bias"]
         halt = -np.log(np.mean(np.exp(-each), axis=0))
         scores = (y @ weights["lm_head.weight"][0]).reshape(len(tokens), -1)
-        others = np.full((len(tokens), 4 - scores.shape[1]), -20.0)  # of four answers, digits are the last
+        others = np.full((len(tokens), 4 - scores.shape[1]), -20.0)  # the last two of four outputs are digits
         return latents, np.concatenate([others, scores], axis=1), halt
     halt = weights["q_head.weight"] @ y[0] + weights["q_head.bias"]
     return latents, y[config.prefix_len :] @ weights["lm_head.weight"].T, halt
@@ -169,25 +175,25 @@ def softmax_loss(logits, label):
 def slot_loss(logits, halt, labels, training):
     token_loss = stablemax_loss if training.loss == "stablemax_cross_entropy" else softmax_loss
     labelled = [i for i, label in enumerate(labels) if label != IGNORE]
-    right = all(int(np.argmax(logits[i])) == labels[i] for i in labelled)
-    tokens = sum(token_loss(logits[i], labels[i]) for i in labelled) / len(labelled)
+    exact = bool(labelled) and all(int(np.argmax(logits[i])) == labels[i] for i in labelled)
+    tokens = sum(token_loss(logits[i], labels[i]) for i in labelled) / max(1, len(labelled))
     q = float(halt[0])
-    knows = max(q, 0) - q * right + math.log1p(math.exp(-abs(q)))
-    return tokens + training.halt_loss_weight * knows
+    halting = max(q, 0) - q * exact + math.log1p(math.exp(-abs(q)))
+    return tokens + training.halt_loss_weight * halting
 
 
 def batch_loss(batch, latents, weights, config, training, cycles, frozen=None):
-    """Mean over slots; `latents` is a list of [y, z] per slot."""
+    """Return the mean over slots; `latents` is a list of [y, z] per slot."""
     inputs, labels, identifiers = batch
     total = 0.0
-    for tokens, wanted, identifier, state in zip(inputs, labels, identifiers, latents, strict=True):
+    for tokens, expected, identifier, state in zip(inputs, labels, identifiers, latents, strict=True):
         _, logits, halt = supervise(tokens, identifier, state, weights, config, cycles, frozen)
-        total += slot_loss(logits, halt, wanted, training)
+        total += slot_loss(logits, halt, expected, training)
     return total / len(inputs)
 
 
 def gradient(loss_of, weights, name, indices, width=1e-5):
-    """Central differences of loss_of(weights) at some entries of one tensor."""
+    """Return central differences of loss_of(weights) at some entries of one tensor."""
     slopes = []
     for index in indices:
         values = []
@@ -201,7 +207,7 @@ def gradient(loss_of, weights, name, indices, width=1e-5):
 
 
 def adam(parameter, gradients, optimizer, rate, decay, beta1, beta2):
-    """A parameter after one update per gradient."""
+    """Return a parameter after one update per gradient."""
     mean = square = np.zeros_like(parameter)
     for step, slope in enumerate(gradients, start=1):
         mean = beta1 * mean + (1 - beta1) * slope

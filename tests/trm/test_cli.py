@@ -37,14 +37,14 @@ def fails(code, *arguments, cwd, stdin=""):
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A directory with a trained (if not clever) run in it."""
+    """A directory with a short run and its dataset."""
     directory = tmp_path_factory.mktemp("workspace")
     ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "run", cwd=directory)
     return directory
 
 
-def test_help_answers_at_once():
-    """The interpreter's own start is measured beside it; best of five, because machines are noisy."""
+def test_help_is_shown_immediately():
+    """Compared with the start of the interpreter alone; best of five, because machines are noisy."""
 
     def best_of_five(command):
         times = []
@@ -65,18 +65,18 @@ def test_help_loads_neither_torch_nor_numpy():
 @pytest.mark.parametrize(
     "command", ["train", "eval", "predict", "runs", "data build sudoku", "checkpoint import"]
 )
-def test_every_command_explains_itself(command, tmp_path):
+def test_every_command_has_help(command, tmp_path):
     assert "Usage: trm" in ok(*command.split(), "--help", cwd=tmp_path)
 
 
 def test_a_dataset_is_built_once(tmp_path):
     build = ("data", "build", "sudoku", "--size", 4, "--train", 30, "--test", 8, "--out", "set")
     assert json.loads(ok(*build, "--json", cwd=tmp_path)) == {"path": "set", "train": 30, "test": 8}
-    assert "set is already there" in fails(1, *build, cwd=tmp_path)
+    assert "set already exists" in fails(1, *build, cwd=tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_tells_its_result_as_json(workspace):
+def test_the_outcome_of_training_is_available_as_json(workspace):
     facts = json.loads(ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "run", "--json", cwd=workspace))
     assert (facts["reason"], facts["step"]) == ("max_steps", 40)
     assert 0 <= facts["best"]["exact_accuracy"] <= 1
@@ -95,11 +95,31 @@ def test_eval_reports_accuracy_by_depth(workspace):
     assert facts["examples"] == 12
     assert len(facts["accuracy_by_depth"]) == 5
     assert facts["mean_steps"] <= 5
-    thinking = "--depth", 6, "--settle", 2, "--tries", 3, "--noise", 1, "--guesses", 2
-    assert "exact by depth:" in ok("eval", "run", *thinking, cwd=workspace)
+    options = "--depth", 6, "--converged-after", 2, "--retries", 2, "--noise", 1, "--guesses", 2
+    text = ok("eval", "run", *options, cwd=workspace)
+    assert re.search(r"exact \s*\d+\.\d%.*token \s*\d+\.\d+%.*halting head right", text)
+    assert "exact by depth:" in text
+
+
+@pytest.mark.slow
+def test_earlier_option_names_mean_the_same_but_are_not_shown(workspace):
+    """--tries counted the first attempt; --retries does not."""
+    common = ("--depth", 6, "--noise", 1, "--guesses", 2, "--json")
+    present = json.loads(ok("eval", "run", *common, "--converged-after", 2, "--retries", 2, cwd=workspace))
+    earlier = json.loads(ok("eval", "run", *common, "--settle", 2, "--tries", 3, cwd=workspace))
+    for changing in ("evaluation_seconds",):
+        assert present.pop(changing) > 0
+        assert earlier.pop(changing) > 0
+    assert earlier == present
+    for command in ("eval", "predict"):
+        text = ok(command, "--help", cwd=workspace)
+        assert "--retries" in text
+        assert "--settle" not in text
+        assert "--tries" not in text
 
 
 PUZZLE = "1.....3..4.....2"
+SMALL = ("--size", "4", "--train", "4", "--test", "2")
 
 
 @pytest.mark.slow
@@ -125,20 +145,20 @@ def test_predict_reads_puzzles_from_standard_input(workspace):
     assert first["valid"] == (first["problem"] is None)
 
 
-def test_predict_survives_bytes_that_are_no_text(workspace):
+def test_predict_refuses_bytes_that_are_not_text(workspace):
     done = subprocess.run(
         [TRM, "predict", "run", "-"], cwd=workspace, input=b"\xff" * 16, capture_output=True
     )
     assert done.returncode == 1
     assert b"Puzzle 1: " in done.stderr
-    assert b"cannot stand in a 4x4 puzzle" in done.stderr
+    assert b"is not allowed in a 4x4 puzzle" in done.stderr
 
 
 @pytest.mark.slow
-def test_predict_takes_a_puzzle_of_the_test_set(workspace):
+def test_predict_answers_an_example_of_the_test_set(workspace):
     facts = json.loads(ok("predict", "run", "--example", 3, "--json", cwd=workspace))
     assert len(facts["question"]) == 16
-    assert "There is no test puzzle 99" in fails(1, "predict", "run", "--example", 99, cwd=workspace)
+    assert "There is no test example 99" in fails(1, "predict", "run", "--example", 99, cwd=workspace)
 
 
 @pytest.mark.slow
@@ -149,7 +169,7 @@ def test_a_run_is_exported_and_imported(workspace):
     assert after["exact_accuracy"] == before["exact_accuracy"]
     assert after["token_accuracy"] == before["token_accuracy"]
     outcome = ok("train", "sudoku-6x6", *FOUR, *TINY, "--run", "imported", "--max-steps", 1, cwd=workspace)
-    assert "the same command goes on from there." in outcome
+    assert "the same command resumes from there." in outcome
 
 
 def contents(directory):
@@ -161,24 +181,26 @@ def contents(directory):
     [
         (1, ["predict", "run", "12"], "A 4x4 puzzle has 16 cells; this one has 2"),
         (1, ["predict", "run", "11.............."], "row 1 has two 1s"),
-        (1, ["predict", "run", "x..............."], "'x' cannot stand"),
+        (1, ["predict", "run", "x..............."], "'x' is not allowed"),
         (1, ["predict", "nowhere", PUZZLE], "nowhere is not a run"),
         (1, ["predict", "run", "-"], "no puzzle on standard input"),
         (1, ["eval", "run", "--data", "nowhere"], "There is no dataset at nowhere"),
-        (1, ["checkpoint", "export", "run", "."], "Cannot write"),
         (1, ["train", "sudoku-6x6", *FOUR, *TINY, "--run", "set", "--fresh"], "is not a run, so it stays"),
         (2, ["train", "sudoku-6x6", f"seed={2**70}"], "less than"),
         (2, ["train", "sudoku-6x6", "training.effective_batch_size=10000000000000"], "less than"),
         (2, ["train", "no-such-recipe"], "There is no recipe"),
         (2, ["train", "sudoku-6x6", "model.hiden_size=3"], "did you mean hidden_size?"),
         (2, ["train", "sudoku-6x6", "training.learning_rate=fast"], "valid number"),
+        (2, ["train", "sudoku-6x6", "task=chess"], "There is no task 'chess'"),
+        (2, ["eval", "run", "--retries", "2"], "retries are all the same without noise or guesses"),
+        (2, ["eval", "run", "--tries", "3"], "retries are all the same without noise or guesses"),
+        (2, ["predict", "run", PUZZLE, "--guesses", "2"], "guesses are made in retries only"),
         (1, ["train", "sudoku-6x6", *FOUR, *TINY, "seed=3", "--run", "run"], "seed is 3 here and 0 in"),
         (1, ["train", "sudoku-6x6", *FOUR, *TINY, "--run", "/proc/run"], "Cannot create the run directory"),
-        (1, ["data", "build", "sudoku", "--size", "4", "--out", "/proc/set"], "Cannot write the dataset"),
+        (1, ["data", "build", "sudoku", *SMALL, "--out", "/proc/set"], "Cannot write the dataset"),
         (1, ["data", "build", "sudoku", "--from", "nowhere.csv", "--out", "new"], "There is no puzzle file"),
         (2, ["data", "build", "sudoku", "--blanks", "-3", "--out", "new"], "blanks is -3"),
         (1, ["checkpoint", "import", "set/build.json", "sudoku-6x6", "--run", "new"], "not a zip file"),
-        (1, ["checkpoint", "export", "run", "nowhere/weights.pt"], "Cannot write"),
         (1, ["train", "sudoku-extreme", "--run", "new"], "There is no puzzle file data/sudoku.csv.xz"),
     ],
 )  # fmt: skip
@@ -188,13 +210,21 @@ def test_bad_input_gets_one_error_line_and_loses_nothing(workspace, code, argume
     assert contents(workspace) == before
 
 
-def test_predict_wants_exactly_one_puzzle(workspace):
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [".", "nowhere/weights.pt"])
+def test_an_export_to_an_impossible_file_gets_one_error_line_and_loses_nothing(workspace, file):
+    before = contents(workspace)
+    assert "Cannot write" in fails(1, "checkpoint", "export", "run", file, cwd=workspace)
+    assert contents(workspace) == before
+
+
+def test_predict_needs_exactly_one_puzzle(workspace):
     assert trm("predict", "run", cwd=workspace).returncode == 2
     assert trm("predict", "run", PUZZLE, "--example", "1", cwd=workspace).returncode == 2
 
 
 def interrupt_after_step(command, cwd, step):
-    """Ctrl-C once the metrics show that step."""
+    """Press Ctrl-C once the metrics contain that step."""
     child = subprocess.Popen(
         list(map(str, command)), cwd=cwd, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -212,7 +242,7 @@ def interrupt_after_step(command, cwd, step):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
+def test_ctrl_c_saves_and_the_same_command_resumes(workspace):
     command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "training.max_steps=100000", "--run", "long"]
     code, output, errors = interrupt_after_step(command, workspace, 5)
     assert code == 130, errors
@@ -220,14 +250,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace):
     saved = sorted((workspace / "long" / "checkpoints").iterdir())[-1]
     step = json.loads((saved / "state.json").read_text())["step"]
     assert f"Stopped after step {step}," in output
+    assert "The same command resumes from there." in output
     again = trm(*command[1:], "--max-steps", step + 3, cwd=workspace)
-    assert f"Resuming long after step {step}." in again.stderr
+    # A busy machine does not store what the first steps measured, so the plan may change between two starts.
+    assert re.search(rf"Resuming long after step {step}( \([^)]*\))?\.", again.stderr)
     assert f"after step {step + 3}," in again.stdout
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_intact(workspace):
-    """A step of many seconds: the first Ctrl-C would wait for its next cut, the second does not."""
+def test_a_second_ctrl_c_exits_immediately_with_the_last_checkpoint_intact(workspace):
+    """During a step of many seconds, the first Ctrl-C waits for the end of a micro-batch."""
     command = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "--run", "twice"]
     slow = ("training.effective_batch_size=200000", "plan.micro_batch_size=100000")
     child = subprocess.Popen(
@@ -247,8 +279,8 @@ def test_a_second_ctrl_c_leaves_at_once_with_the_last_checkpoint_intact(workspac
     child.send_signal(signal.SIGINT)
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
-    assert "Stopping; saving the last whole step" in errors
-    assert "Stopped after step" not in output, "it saved, so it did not leave at once"
+    assert "Stopping; saving the last complete step" in errors
+    assert "Stopped after step" not in output, "it saved, so it did not exit immediately"
     assert not (workspace / "twice" / "checkpoints").exists()
 
 
@@ -264,16 +296,16 @@ SHARED = ROOT / ".." / "shared" / "data" / "sudoku.csv.xz"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="the real puzzles are not here (../shared/data)")
-def test_the_papers_recipe_starts_from_the_thousand_puzzles_and_resumes(tmp_path):
-    """Everything as in the recipe but the number of slots, so that a step takes seconds, not minutes."""
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real puzzles in ../shared/data")
+def test_the_recipe_of_the_paper_trains_on_a_thousand_puzzles_and_resumes(tmp_path):
+    """Only the number of slots is smaller, so that a step takes seconds instead of minutes."""
     recipe = (ROOT / "recipes" / "sudoku-extreme.yaml", f"data.build.from={SHARED}", "data.path=set")
     small = ("training.effective_batch_size=4", "plan.micro_batch_size=2", "plan.threads=1", "--run", "run")
     first = ok("train", *recipe, *small, "--max-steps", 1, "--json", cwd=tmp_path)
     second = ok("train", *recipe, *small, "--max-steps", 2, "--json", cwd=tmp_path)
     assert [json.loads(text)["step"] for text in (first, second)] == [1, 2]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
-    assert state["shape"]["seq_len"] == 81
+    assert state["spec"]["max_len"] == 81
     assert state["slots"]["supervised"] == [2, 2, 2, 2]
 
 
@@ -281,13 +313,22 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from trm.backends.base import load_backend\n"
+        "from trm.plan import Execution\n"
         "from macbook_optimization.errors import LaptopError\n"
-        "try: load_backend()\n"
+        "try: load_backend(Execution())\n"
         "except LaptopError as error: print(error, error.hint)"
     )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert "The Python package torch is missing" in said
-    assert "pip install -c constraints/dev.txt" in said
+    text = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "The Python package torch is missing" in text
+    assert "pip install -c constraints/dev.txt" in text
+
+
+@pytest.mark.slow
+def test_a_mixer_that_the_dataset_does_not_allow_is_refused_before_the_run_exists(tmp_path):
+    mazes = ("data.build={size: 6, min_path: 6, train: 20, test: 4}", "data.path=mazes")
+    arguments = ("train", "maze-10x10", *mazes, "model.mixer=candidates", "--run", "run")
+    assert "model.mixer=candidates is for Sudoku" in fails(2, *arguments, cwd=tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -296,7 +337,3 @@ def test_the_doctor_describes_this_machine(workspace):
     assert facts["cpu"]["cores"] >= 1
     assert facts["measured"]["products"]["float32"]["1"] > 1e8
     assert facts["plan"]["micro_batch_size"] >= 1
-    text = ok("doctor", cwd=workspace)
-    for title in ("This machine", "Measured", "Plan for sudoku-6x6", "To mend"):
-        assert f"{title}\n" in text
-    assert "None" not in text

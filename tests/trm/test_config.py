@@ -1,6 +1,7 @@
-"""Recipes: what they may say, and what a user is told who says something else."""
+"""Recipes: which keys and values are accepted, and how anything else is refused."""
 
 import re
+from functools import reduce
 
 import pytest
 import yaml
@@ -16,8 +17,10 @@ from trm.config import (
     load_config,
     shipped_recipes,
 )
-from trm.tasks import load_task
-from trm.tasks.sudoku import BuildOptions
+from trm.config.renamed import RENAMED
+from trm.runs.directory import Run
+from trm.tasks.grids.sudoku import TASK as SUDOKU
+from trm.tasks.registry import load_task
 
 MINIMAL = "task: sudoku\ndata: {path: somewhere}\n"
 
@@ -34,7 +37,7 @@ def test_every_shipped_recipe_is_valid(name):
     assert isinstance(load_config(name), RunConfig)
 
 
-def test_a_recipe_survives_being_written_and_read():
+def test_a_recipe_is_unchanged_by_writing_and_reading_it():
     config = load_config("sudoku-6x6")
     assert config_from_text(config.to_yaml(), "again") == config
 
@@ -43,11 +46,11 @@ def test_an_unknown_key_gets_a_suggestion():
     assert "did you mean hidden_size?" in problems_of(MINIMAL, "model.hiden_size=256")
 
 
-def test_a_key_in_the_wrong_place_is_sent_to_its_section():
+def test_a_key_in_the_wrong_section_gets_a_suggestion():
     assert "did you mean training.learning_rate?" in problems_of(MINIMAL, "learning_rate=1")
 
 
-def test_all_problems_are_reported_at_once():
+def test_all_problems_are_reported_together():
     text = problems_of(MINIMAL, "model.hiden_size=256", "training.learning_rate=-1", "seed=many")
     assert "3 problems" in text
     assert "model.hiden_size" in text
@@ -67,12 +70,15 @@ def test_all_problems_are_reported_at_once():
         ("model.num_heads=7", "not a multiple of num_heads 7"),
         ("model.variant=trmm", "'trm', 'singlez' or 'transformer'"),
         ("training.effective_batch_size=-4", "greater than or equal to 1"),
-        ("training.depths={5: 2}", "from step 0 on"),
-        ("model.mlp_t=true", "rotary positions act inside attention"),
-        ("model.neighbourhood=3", "rotary positions act inside attention"),
-        ("model.neighbourhood=4", "3, 5 or 7"),
-        ("model.candidates=true", "rotary positions act inside attention"),
-        ("task=chess", "'sudoku'"),
+        ("training.depths={5: 2}", "depths must have a value for step 0"),
+        ("training.hints={5: 0.1}", "hints must have a value for step 0"),
+        ("model.mixer=mlp", "rotary positions act inside attention"),
+        ("model.mixer=neighbourhood", "rotary positions act inside attention"),
+        ("model.mixer=candidates", "rotary positions act inside attention"),
+        ("model.mixer=convolution", "'attention', 'mlp', 'neighbourhood' or 'candidates'"),
+        ("model.neighbourhood_size=4", "3, 5 or 7"),
+        ("inference.retries=1", "retries are all the same without noise or guesses"),
+        ("inference.guesses=1", "guesses are made in retries only"),
         ("model=3", "valid dictionary"),
         ("data.path=", "path"),
     ],
@@ -84,22 +90,22 @@ def test_a_wrong_value_is_named_with_its_reason(override, message):
 @pytest.mark.parametrize(
     "text", ["", "- a list", "just words", "task: [unclosed", "a: !!python/object:os.system x"]
 )
-def test_a_file_that_is_no_recipe_is_refused(text):
+def test_a_file_that_is_not_a_recipe_is_refused(text):
     assert "recipe.yaml" in problems_of(text)
 
 
 @pytest.mark.parametrize("override", ["nonsense", "=3", "a=[1"])
-def test_an_override_that_is_none_is_refused(override):
+def test_a_malformed_override_is_refused(override):
     problems_of(MINIMAL, override)
 
 
-def test_overrides_read_numbers_as_people_write_them():
+def test_overrides_accept_scientific_notation_and_mappings():
     config = config_from_text(MINIMAL, "r", ["training.learning_rate=1e-3", "training.depths={0: 1, 50: 4}"])
     assert config.training.learning_rate == 1e-3
     assert config.training.depths == {0: 1, 50: 4}
 
 
-def test_a_missing_recipe_lists_those_there_are():
+def test_a_missing_recipe_is_refused_with_the_names_of_the_shipped_ones():
     with pytest.raises(ConfigError, match="did you mean sudoku-6x6") as caught:
         find_recipe("sudoku6x6")
     assert "sudoku-extreme" in str(caught.value.hint)
@@ -107,14 +113,16 @@ def test_a_missing_recipe_lists_those_there_are():
 
 def test_a_recipe_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="Cannot read"):
         load_config(tmp_path / "recipe.yaml")
 
 
-def test_what_is_learned_does_not_depend_on_how_it_is_carried_out():
+def test_what_is_learned_does_not_depend_on_how_the_recipe_is_run():
     config = load_config("sudoku-6x6")
     changed = [
         "plan.micro_batch_size=4",
+        "limits.memory_limit_mb=2000",
+        "inference.depth=5",
         "evaluation.every_steps=7",
         "checkpoints.keep=9",
         "data.path=elsewhere",
@@ -125,19 +133,19 @@ def test_what_is_learned_does_not_depend_on_how_it_is_carried_out():
     assert [line.split(" ")[0] for line in found] == ["model.hidden_size", "seed"]
 
 
-def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys():
+def test_a_run_of_an_earlier_version_has_the_defaults_of_newer_keys():
     now = load_config("sudoku-6x6").what_is_learned()
     then = {**now, "training": {key: value for key, value in now["training"].items() if key != "noise"}}
-    assert RunConfig.with_defaults(then) == now
+    assert RunConfig.learned_with_defaults(then) == now
     noisy = load_config("sudoku-6x6", ["training.noise=1"]).what_is_learned()
-    assert differences(noisy, RunConfig.with_defaults(then)) == [
+    assert differences(noisy, RunConfig.learned_with_defaults(then)) == [
         "training.noise is 1.0 here and 0.0 in the run"
     ]
     unknown = {**now, "model": {**now["model"], "key_of_a_newer_version": 1}}
-    assert RunConfig.with_defaults(unknown) == unknown
+    assert RunConfig.learned_with_defaults(unknown) == unknown
 
 
-def test_a_run_with_a_constant_learning_rate_may_be_prolonged():
+def test_a_run_with_a_constant_learning_rate_may_be_extended():
     constant = config_from_text(MINIMAL, "r", ["training.max_steps=10"])
     longer = config_from_text(MINIMAL, "r", ["training.max_steps=20"])
     assert constant.what_is_learned() == longer.what_is_learned()
@@ -148,11 +156,11 @@ def test_a_run_with_a_constant_learning_rate_may_be_prolonged():
     assert falling[0].what_is_learned() != falling[1].what_is_learned()
 
 
-def test_the_papers_recipe_says_what_the_paper_says():
+def test_the_recipe_of_the_paper_has_the_settings_of_the_paper():
     config = load_config("sudoku-extreme")
     model, training = config.model, config.training
     assert (model.hidden_size, model.L_layers, model.H_cycles, model.L_cycles) == (512, 2, 3, 6)
-    assert model.mlp_t
+    assert model.mixer == "mlp"
     assert model.pos_encodings == "none"
     assert (model.puzzle_emb_ndim, model.puzzle_emb_len, model.halt_max_steps) == (512, 16, 16)
     assert (training.supervision, training.effective_batch_size) == ("deep", 768)
@@ -172,23 +180,24 @@ def test_recipes_are_plain_yaml():
 
 
 NASTY = ["-1", "0", str(2**63), "1e308", ".nan", ".inf", "''", "null", "[1]"]
-# Zero and null that mean something: nothing of it, or left to a measurement or a default.
-MEANT = {
+# Zero that means none, and null that means a measured value or a default.
+ACCEPTED = {
     "0": {
         "seed", "model.puzzle_emb_ndim", "model.puzzle_emb_len", "model.halt_exploration_prob",
         "training.lr_min_ratio", "training.warmup_steps", "training.beta1", "training.beta2",
         "training.weight_decay", "training.puzzle_emb_lr", "training.puzzle_emb_weight_decay",
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
-        "evaluation.noise", "evaluation.guesses", "training.noise",
+        "inference.noise", "inference.guesses", "inference.retries", "training.noise",
         "data.loading.streaming_threshold_mb", "data.loading.cache_threshold_mb",
         "training.curriculum.threshold",
-        "plan.low_battery_percent", "plan.cooling_delay_seconds",
+        "limits.low_battery_percent", "limits.cooling_delay_seconds",
     },
     "null": {
-        "training.max_grad_norm", "evaluation.settle", "evaluation.examples", "evaluation.target_accuracy",
-        "checkpoints.every_steps", "checkpoints.keep_every_hours", "plan.thermal_throttle_threshold",
-        "plan.micro_batch_size", "plan.threads", "plan.lanes", "plan.memory_limit_mb",
-        "plan.garbage_collection_frequency", "data.build.blanks", "data.build.train",
+        "training.max_grad_norm", "inference.converged_after", "evaluation.examples",
+        "evaluation.target_accuracy", "checkpoints.every_steps", "checkpoints.keep_every_hours",
+        "limits.thermal_throttle_threshold",
+        "plan.micro_batch_size", "plan.threads", "plan.workers", "limits.memory_limit_mb",
+        "limits.garbage_collection_frequency", "data.build.blanks", "data.build.train",
         "data.build.train_blanks",
     },
 }  # fmt: skip
@@ -205,7 +214,7 @@ def numeric_keys(section, prefix=""):
 
 KEYS = [
     *numeric_keys(RunConfig),
-    *numeric_keys(BuildOptions, "data.build."),
+    *numeric_keys(SUDOKU.Options, "data.build."),
     *numeric_keys(CurriculumConfig, "training.curriculum."),
     "data.build.size",
     "training.depths",
@@ -213,19 +222,19 @@ KEYS = [
 ]
 
 
-def test_the_numeric_keys_are_found():
+def test_every_numeric_key_is_tested():
     assert len(KEYS) > 40
-    assert {"seed", "model.hidden_size", "plan.memory_limit_mb", "data.build.size"} <= set(KEYS)
+    assert {"seed", "model.hidden_size", "limits.memory_limit_mb", "data.build.size"} <= set(KEYS)
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("value", NASTY)
-def test_a_number_that_makes_no_sense_is_refused_in_one_line_that_names_it(key, value):
+def test_a_number_out_of_range_is_refused_in_one_line_that_names_its_key(key, value):
     def read():
         config = load_config("sudoku-6x6", [f"{key}={value}"])
         load_task(config.task).check_options(config.data.build)
 
-    if key in MEANT.get(value, ()):
+    if key in ACCEPTED.get(value, ()):
         read()
         return
     with pytest.raises(ConfigError) as refused:
@@ -234,6 +243,181 @@ def test_a_number_that_makes_no_sense_is_refused_in_one_line_that_names_it(key, 
     assert "\n" not in str(refused.value)
 
 
-def test_candidates_are_refused_for_other_tasks():
-    with pytest.raises(ConfigError, match="is for Sudoku"):
-        load_config("maze-10x10", ["model.neighbourhood=null", "model.candidates=true"])
+# Renamed keys: sections with the earlier key and what it needs, the present key, and its value.
+EARLIER_KEYS = {
+    "evaluation.depth": ({"evaluation": {"depth": 7}}, "inference.depth", 7),
+    "evaluation.settle": ({"evaluation": {"settle": 3}}, "inference.converged_after", 3),
+    "evaluation.halt": ({"evaluation": {"halt": True}}, "inference.halt", True),
+    "evaluation.tries": ({"evaluation": {"noise": 1, "tries": 4}}, "inference.retries", 3),
+    "evaluation.noise": ({"evaluation": {"noise": 0.5}}, "inference.noise", 0.5),
+    "evaluation.guesses": ({"evaluation": {"tries": 2, "noise": 1, "guesses": 2}}, "inference.guesses", 2),
+    "plan.lanes": ({"plan": {"lanes": 2}}, "plan.workers", 2),
+    "plan.memory_limit_mb": ({"plan": {"memory_limit_mb": 900}}, "limits.memory_limit_mb", 900),
+    "plan.memory_fraction": ({"plan": {"memory_fraction": 0.3}}, "limits.memory_fraction", 0.3),
+    "plan.dynamic_batch_sizing": (
+        {"plan": {"dynamic_batch_sizing": False}}, "limits.dynamic_batch_sizing", False,
+    ),
+    "plan.memory_pressure_threshold": (
+        {"plan": {"memory_pressure_threshold": 70}}, "limits.memory_pressure_threshold", 70,
+    ),
+    "plan.garbage_collection_frequency": (
+        {"plan": {"garbage_collection_frequency": 5}}, "limits.garbage_collection_frequency", 5,
+    ),
+    "plan.low_battery_percent": ({"plan": {"low_battery_percent": 30}}, "limits.low_battery_percent", 30),
+    "plan.enable_thermal_monitoring": (
+        {"plan": {"enable_thermal_monitoring": False}}, "limits.enable_thermal_monitoring", False,
+    ),
+    "plan.thermal_throttle_threshold": (
+        {"plan": {"thermal_throttle_threshold": 85}}, "limits.thermal_throttle_threshold", 85,
+    ),
+    "plan.cooling_delay_seconds": ({"plan": {"cooling_delay_seconds": 9}}, "limits.cooling_delay_seconds", 9),
+    "model.mlp_t": ({"model": {"pos_encodings": "none", "mlp_t": True}}, "model.mixer", "mlp"),
+    "model.neighbourhood": (
+        {"model": {"pos_encodings": "none", "neighbourhood": 5}}, "model.neighbourhood_size", 5,
+    ),
+    "model.candidates": (
+        {"model": {"pos_encodings": "none", "candidates": True}}, "model.mixer", "candidates",
+    ),
+}  # fmt: skip
+
+
+def value_of(config, key):
+    return reduce(getattr, key.split("."), config)
+
+
+def tree_of(sections):
+    return {**yaml.safe_load(MINIMAL), **sections}
+
+
+def overrides_of(sections):
+    return [
+        f"{section}.{key}={yaml.safe_dump(value).partition(chr(10))[0]}"
+        for section, values in sections.items()
+        for key, value in values.items()
+    ]
+
+
+def test_every_renamed_key_is_tested():
+    mixers = {"model.mlp_t", "model.neighbourhood", "model.candidates"}
+    assert set(EARLIER_KEYS) == {".".join(earlier) for earlier in RENAMED} | mixers
+    for (section, key), (new_section, new_key, _) in RENAMED.items():
+        assert EARLIER_KEYS[f"{section}.{key}"][1] == f"{new_section}.{new_key}"
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_an_earlier_key_is_accepted_in_a_recipe(key):
+    sections, present, value = EARLIER_KEYS[key]
+    config = config_from_text(yaml.safe_dump(tree_of(sections)), "recipe.yaml")
+    assert value_of(config, present) == value != value_of(config_from_text(MINIMAL, "default"), present)
+    assert RunConfig.model_validate(tree_of(sections)) == config
+    assert config_from_text(config.to_yaml(), "again") == config
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_an_earlier_key_is_accepted_in_an_override(key):
+    sections, present, value = EARLIER_KEYS[key]
+    assert value_of(config_from_text(MINIMAL, "recipe.yaml", overrides_of(sections)), present) == value
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_an_earlier_key_is_accepted_in_a_saved_run(key, tmp_path):
+    sections, present, value = EARLIER_KEYS[key]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree_of(sections)))
+    assert value_of(Run(tmp_path).config, present) == value
+
+
+@pytest.mark.parametrize("key", [key for key in EARLIER_KEYS if key.startswith("model.")])
+def test_an_earlier_key_in_a_checkpoint_is_compared_under_its_present_name(key):
+    sections, _, _ = EARLIER_KEYS[key]
+    config = config_from_text(yaml.safe_dump(tree_of(sections)), "recipe.yaml")
+    saved = config.what_is_learned()
+    for present in ("kind", "mixer", "neighbourhood_size"):
+        del saved["model"][present]
+    saved["model"].update(sections["model"])
+    assert RunConfig.learned_with_defaults(saved) == config.what_is_learned()
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_a_file_whose_earlier_and_present_keys_contradict_each_other_is_refused(key):
+    sections, present, _ = EARLIER_KEYS[key]
+    other = value_of(config_from_text(MINIMAL, "default"), present)
+    tree = tree_of(sections)
+    section, leaf = present.split(".")
+    tree[section] = {**tree.get(section, {}), leaf: other}
+    text = problems_of(yaml.safe_dump(tree))
+    assert f"{key} is now {present}; both are given, with different values" in text
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_a_file_may_give_earlier_and_present_keys_with_the_same_value(key):
+    sections, present, value = EARLIER_KEYS[key]
+    section, leaf = present.split(".")
+    tree = tree_of(sections)
+    tree[section] = {**tree.get(section, {}), leaf: value}
+    assert value_of(config_from_text(yaml.safe_dump(tree), "recipe.yaml"), present) == value
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_an_override_with_an_earlier_key_wins_over_the_file(key):
+    sections, present, value = EARLIER_KEYS[key]
+    section, leaf = present.split(".")
+    in_file = value_of(config_from_text(MINIMAL, "default"), present)
+    tree = tree_of({section: {leaf: in_file}})
+    config = config_from_text(yaml.safe_dump(tree), "recipe.yaml", overrides_of(sections))
+    assert value_of(config, present) == value
+
+
+@pytest.mark.parametrize("key", EARLIER_KEYS)
+def test_an_override_with_the_present_key_wins_over_an_earlier_key_in_the_file(key):
+    sections, present, _ = EARLIER_KEYS[key]
+    default = value_of(config_from_text(MINIMAL, "default"), present)
+    guesses = ["inference.guesses=0"] if key == "evaluation.tries" else []
+    override = overrides_of({present.split(".")[0]: {present.split(".")[1]: default}})
+    config = config_from_text(yaml.safe_dump(tree_of(sections)), "recipe.yaml", [*override, *guesses])
+    assert value_of(config, present) == default
+
+
+def test_the_last_of_several_overrides_wins_whichever_name_it_uses():
+    both = ("evaluation.depth=3", "inference.depth=5")
+    assert config_from_text(MINIMAL, "r", both).inference.depth == 5
+    assert config_from_text(MINIMAL, "r", both[::-1]).inference.depth == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mixer"),
+    [
+        (["model.candidates=false", "model.mlp_t=true"], "mlp"),
+        (["model.mlp_t=true", "model.candidates=false"], "mlp"),
+        (["model.candidates=false"], "attention"),
+        (["model.neighbourhood=null"], "candidates"),
+        (["model.neighbourhood=7"], "neighbourhood"),
+    ],
+)
+def test_a_mixer_is_replaced_by_overrides_with_earlier_keys(overrides, mixer):
+    assert load_config("sudoku-6x6").model.mixer == "candidates"
+    assert load_config("sudoku-6x6", overrides).model.mixer == mixer
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{mlp_t: true, candidates: true}", "one of mlp_t, neighbourhood and candidates"),
+        ("{mlp_t: 1}", "mlp_t is 1: it should be true or false"),
+        ("{candidates: yes please}", "candidates is 'yes please': it should be true or false"),
+        ("{neighbourhood: 4, pos_encodings: none}", "3, 5 or 7"),
+        ("{neighbourhood: 0}", "neighbourhood is 0: it should be 3, 5, 7 or null"),
+        ("{neighbourhood: true, pos_encodings: none}", "3, 5 or 7"),
+        ("{neighbourhood: 3, neighbourhood_size: 5, pos_encodings: none}", "with different values"),
+        ("{mlp_t: false, mixer: mlp, pos_encodings: none}", "with different values"),
+    ],
+)
+def test_earlier_mixer_keys_with_impossible_values_are_refused(model, message):
+    assert message in problems_of(f"{MINIMAL}model: {model}\n")
+
+
+@pytest.mark.parametrize("key", [key for key in EARLIER_KEYS if not key.startswith("model.")])
+@pytest.mark.parametrize("value", ["-1", "[1]", ".nan", "''"])
+def test_an_earlier_key_with_a_value_out_of_range_is_refused_under_its_present_name(key, value):
+    text = problems_of(MINIMAL, f"{key}={value}")
+    assert EARLIER_KEYS[key][1] in text
+    assert "\n" not in text

@@ -1,44 +1,93 @@
 """What a backend must do.
 
-The seam is the training step, not single operations: arrays of one effective batch go in, numbers come
-out, and everything between (cuts, gradients, optimizer, averaged weights) is the backend's own business.
+The interface is the training step, not single operations: the arrays of one effective batch go in, numbers
+come out, and everything between (micro-batches, gradients, optimizer, moving average) belongs to the backend.
+Two values cross it: `Program` says what is computed, `Execution` says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from macbook_optimization.errors import LaptopError
+from macbook_optimization.errors import ConfigError, LaptopError
 from macbook_optimization.memory_management import MemoryModel
-from macbook_optimization.training_config_adapter import Checkpointing
-from trm.config import EvaluationConfig, ModelConfig, TrainingConfig
-from trm.tasks.base import TaskShape
+from trm.arrays import BoolArray, Float32Array, IntArray
+from trm.batch import Batch
+from trm.config import ModelConfig, RunConfig, TrainingConfig, did_you_mean
+from trm.plan import Execution
+from trm.tasks.base import DataSpec
+
+Weights: TypeAlias = dict[str, Any]  # name -> tensor of the backend
+TensorGroups: TypeAlias = dict[str, Weights]  # file name of a checkpoint -> its tensors
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
-    """One effective batch; row i belongs to slot i."""
+class Program:
+    """What is computed."""
 
-    inputs: NDArray[np.int64]  # (N, L)
-    labels: NDArray[np.int64]  # (N, L), IGNORE_LABEL where nothing is asked
-    puzzle_identifiers: NDArray[np.int64]  # (N,)
-    fresh: NDArray[np.bool_]  # (N,) slots that start a new example, from the initial latents
-    noise_seeds: NDArray[np.int64] | None = None  # (N,) each decides the noise in its slot's initial latents
+    model: ModelConfig
+    training: TrainingConfig  # objective and optimizer
+    data: DataSpec
+    seed: int = 0
 
-    def first(self, count: int) -> StepBatch:
-        """Of these slots only."""
-        return StepBatch(
-            self.inputs[:count],
-            self.labels[:count],
-            self.puzzle_identifiers[:count],
-            self.fresh[:count],
-            None if self.noise_seeds is None else self.noise_seeds[:count],
-        )
+    @classmethod
+    def of(cls, config: RunConfig, data: DataSpec) -> Program:
+        return cls(config.model, config.training, data, config.seed)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks: the one divisor of the loss."""
+        return self.training.effective_batch_size
+
+
+class World(Protocol):
+    """The processes that train one run together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process holds the run directory."""
+        ...
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Slots per rank; each rank owns a contiguous range."""
+        ...
+
+    def sum(self, message: Float32Array) -> None:
+        """Replace the array by its sum over all ranks, with the same bits on each of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SingleProcess:
+    """The world of an ordinary run: one process owns every slot."""
+
+    num_slots: int
+    rank: int = 0
+    size: int = 1
+    writes: bool = True
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return (self.num_slots,)
+
+    def sum(self, message: Float32Array) -> None:
+        return None
+
+
+def owned_slots(world: World) -> slice:
+    """Return the range of slots that this rank owns."""
+    first = sum(world.shares[: world.rank])
+    return slice(first, first + world.shares[world.rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,128 +102,119 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    loss: float
+    loss: float  # mean over the slots of all ranks
     grad_norm: float
     token_accuracy: float
-    exact: NDArray[np.bool_]  # (N,)
-    halt_margins: NDArray[np.float32]  # (N,), positive where the slot wants to halt
+    exact: BoolArray  # (n,) per slot of the batch
+    halt_margins: Float32Array  # (n,) positive where the slot wants to halt
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What the model answered after each of `depth` steps; a puzzle that settled keeps its answer."""
+class StepOutput:
+    """The answers of some rows after one more supervision step."""
 
-    tokens: NDArray[np.int32]  # (depth, B, L)
-    halt_logits: NDArray[np.float32]  # (depth, B)
-    steps: NDArray[np.int64]  # (B,) steps really computed, in the try that counts
-
-    def reconsider(self, puzzles: NDArray[np.int64], others: Answers) -> None:
-        """Takes the other answer to each of these puzzles if the halting head believes in it more."""
-        rather = others.halt_logits[-1] > self.halt_logits[-1, puzzles]
-        changed = puzzles[rather]
-        self.tokens[:, changed] = others.tokens[:, rather]
-        self.halt_logits[:, changed] = others.halt_logits[:, rather]
-        self.steps[changed] = others.steps[rather]
+    tokens: IntArray  # (n, L); PAD_TOKEN beyond a row's length
+    halt_logits: Float32Array  # (n,)
+    probabilities: Float32Array | None  # (n, L, num_outputs), if requested
 
 
-class Answerer(Protocol):
-    def answer(
-        self,
-        inputs: NDArray[np.int64],
-        puzzle_identifiers: NDArray[np.int64],
-        thinking: EvaluationConfig,
-    ) -> Answers:
-        """A puzzle leaves the batch, and keeps its answer, when that has stood for `settle` steps or, with
-        `halt`, when the halting head believes in it. If the head does not, or the puzzle never left although
-        it might have, there are more `tries`, all of which are made: of those the one counts that the head
-        believes in most. They begin with latents that are `noise` apart.
+class Predictor(Protocol):
+    """The recursion without gradients. It knows single steps; `trm.inference.search` decides what follows."""
 
-        A try with `guesses` takes one of its own beliefs for given after each of `guess_moments`. It has an
-        answer only if that stands, and is believed in, and then stands again when the guesses are taken back;
-        there it leaves."""
+    def begin(self, batch: Batch, noise: float = 0.0, noise_seed: int = 0) -> None:
+        """Start from the initial latents, with the same noise for every row if there is any."""
+        ...
+
+    def advance(self, rows: IntArray, inputs: IntArray, *, probabilities: bool = False) -> StepOutput:
+        """Take these rows of the batch through one more step, with these inputs."""
         ...
 
 
 class Learner(Protocol):
-    """The state of training: weights, their average, optimizer moments, carried latents."""
+    """The state of training: weights, their moving average, optimizer moments, carried latents."""
 
-    def step(self, batch: StepBatch, settings: StepSettings, next_cut: Callable[[int], int]) -> StepResult:
-        """One update. `next_cut` hears how many slots are done and says how many come next; it may raise,
-        and nothing has changed then. It is not asked after the last slot."""
+    def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
+        """Make one update.
+
+        `next_size` receives the number of slots already computed and returns how many to compute next. It
+        may raise; the state is then unchanged.
+        """
         ...
 
-    def set_lanes(self, count: int) -> None:
-        """From now on, of the threads that the backend was prepared for."""
+    def reconfigure(self, execution: Execution) -> None:
+        """Compute differently from the next step on: threads, workers, checkpointing, compilation.
+
+        Compiling takes seconds to minutes; `CompilationError` leaves the execution as it was.
+        """
         ...
 
-    def compile(self, micro_batch_size: int | None) -> None:
-        """Compiles for cuts of this size, which takes seconds to a minute; None goes back to what it was.
-        Raises CompilationError, and nothing has changed then."""
+    def predictor(self) -> Predictor: ...
+
+    def state(self) -> TensorGroups:
+        """Return everything that resuming needs, by file name and tensor name."""
         ...
 
-    def answerer(self) -> Answerer: ...
-
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        """Everything that resuming needs, by file name and tensor name."""
-        ...
-
-    def restore(self, tensors: dict[str, dict[str, Any]]) -> None:
-        """Takes the groups out of `tensors` one by one: files that were read count as memory while held."""
+    def load_state(self, groups: TensorGroups) -> None:
+        """Restore the state. Groups are removed from the mapping one by one, as they occupy memory."""
         ...
 
 
 class Backend(Protocol):
+    """A library that computes: a module with these functions."""
+
+    def devices(self) -> tuple[str, ...]:
+        """List the devices that work on this machine."""
+        ...
+
+    def libraries(self) -> tuple[str, ...]:
+        """List the Python packages whose versions decide about speed and rounding."""
+        ...
+
+    def prepare(self, execution: Execution) -> None:
+        """Apply settings of the whole process, before the first tensor."""
+        ...
+
     def warm_up(self) -> None:
-        """Takes what every process takes that computes anything at all."""
+        """Load what every process loads that computes anything at all."""
         ...
 
-    def prepare(self, *, threads: int, deterministic: bool) -> None:
-        """Settings of the whole process, before the first tensor."""
+    def learner(self, program: Program, execution: Execution, world: World) -> Learner: ...
+
+    def predictor(self, program: Program, execution: Execution, weights: Weights) -> Predictor: ...
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that computing has occupied so far in this process."""
         ...
 
-    def learner(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        shape: TaskShape,
-        seed: int,
-        gradient_checkpointing: Checkpointing = "none",
-        lanes: int = 1,
-    ) -> Learner:
-        """`lanes` pieces of a step are computed side by side, each with its share of the threads."""
+    def state_bytes(self, program: Program) -> int:
+        """Estimate what a run keeps in memory, without examples and without allocating it."""
         ...
 
-    def state_bytes(self, model: ModelConfig, training: TrainingConfig, shape: TaskShape) -> int:
-        """What a run should keep in memory, worked out without taking it, and without the examples."""
+    def estimate(self, program: Program, execution: Execution) -> MemoryModel:
+        """Estimate what a step adds to an empty process, without allocating it."""
         ...
 
-    def estimate_memory(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        shape: TaskShape,
-        gradient_checkpointing: Checkpointing = "none",
-    ) -> MemoryModel:
-        """What a step should take on top of an empty process, worked out without taking it."""
-        ...
 
-    def answerer(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        shape: TaskShape,
-        weights: Mapping[str, Any],
-        lanes: int = 1,
-    ) -> Answerer: ...
+_BACKENDS = {"pytorch": "trm.backends.pytorch"}
 
 
-def load_backend() -> Backend:
-    """Imported on demand: torch takes two seconds, and most commands do not need it."""
+def load_backend(execution: Execution) -> Backend:
+    """Import a backend by name, and check its device. Torch takes two seconds, so this happens on demand."""
+    if execution.backend not in _BACKENDS:
+        raise ConfigError(
+            f"There is no backend {execution.backend!r}{did_you_mean(execution.backend, _BACKENDS)}",
+            hint=f"Set plan.backend to one of: {', '.join(_BACKENDS)}",
+        )
     try:
-        from trm.backends import pytorch
+        backend = cast(Backend, importlib.import_module(_BACKENDS[execution.backend]))
     except ModuleNotFoundError as error:
         raise LaptopError(
             f"The Python package {error.name} is missing.",
             hint="Install it from the project's directory: python -m pip install -c constraints/dev.txt -e .",
         ) from error
-    return pytorch
+    if execution.device not in backend.devices():
+        raise ConfigError(
+            f"The backend {execution.backend} has no device {execution.device!r} here",
+            hint=f"Set plan.device to one of: {', '.join(backend.devices())}",
+        )
+    return backend

@@ -1,8 +1,8 @@
-"""`.pt` files of the public TRM code: what tensors they hold, found out without torch and without trust.
+"""List the tensors in a `.pt` file of the reference implementation, without torch and without trusting it.
 
-Such a file is a zip with raw tensors and a pickle that says how to put them together. `torch.load` with
-`weights_only` has been broken before, and Intel Macs cannot leave torch 2.2. So the pickle is read here, in a
-child process with limits, by an unpickler that knows a handful of names and makes plain records of them.
+Such a file is a zip with raw tensors and a pickle that describes how to assemble them. `torch.load` with
+`weights_only` has had vulnerabilities, and Intel Macs cannot leave torch 2.2. So the pickle is read here, in
+a child process with limits, by an unpickler that resolves a handful of names and creates plain records.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from macbook_optimization.children import ChildDied, Tell, run_in_child
+from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.json_types import JsonObject
 
 STORAGES = {
     "FloatStorage": "float32",
@@ -30,7 +31,7 @@ _MAX_PICKLE_BYTES = 16 * 2**20
 _MAX_TENSOR_BYTES = 16 * 2**30
 _CHILD_SECONDS = 20
 _CHILD_BYTES = 2 * 2**30
-_CRAFTED = (  # what reading a crafted file can raise
+_CRAFTED = (  # errors that reading a crafted file can raise
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     AttributeError,
@@ -47,7 +48,7 @@ _CRAFTED = (  # what reading a crafted file can raise
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in the zip, and how."""
+    """The location and layout of a tensor in the zip."""
 
     entry: str
     dtype: str
@@ -57,8 +58,8 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Raises `CheckpointError` at anything but named tensors."""
-    hint = "Only a state dict of plain tensors, saved by torch 1.6 or newer, is read; a run is its directory."
+    """Describe every tensor; raise `CheckpointError` for anything but named tensors."""
+    hint = "A file must be a state dict of plain tensors, saved by torch 1.6 or newer; a run is a directory."
     try:
         found = run_in_child(f"{__name__}:describe", {"file": str(file)}, timeout_seconds=_CHILD_SECONDS)
     except CheckpointError as error:
@@ -68,8 +69,8 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(**facts) for name, facts in found.items()}
 
 
-def describe(file: str, tell: Tell) -> dict[str, dict[str, Any]]:
-    """What the child does."""
+def describe(file: str, send: Send) -> dict[str, JsonObject]:
+    """Read the file in the child process, under limits of time and memory."""
     resource.setrlimit(resource.RLIMIT_CPU, (_CHILD_SECONDS, _CHILD_SECONDS))
     if sys.platform == "linux":  # macOS refuses this limit
         resource.setrlimit(resource.RLIMIT_AS, (_CHILD_BYTES, _CHILD_BYTES))
@@ -79,18 +80,18 @@ def describe(file: str, tell: Tell) -> dict[str, dict[str, Any]]:
     except zipfile.BadZipFile as error:
         raise CheckpointError("it is not a zip file") from error
     except _CRAFTED as error:
-        raise CheckpointError(f"its contents do not fit together ({error})") from error
+        raise CheckpointError(f"its contents are inconsistent ({error})") from error
     if not isinstance(state, dict) or not state:
         raise CheckpointError("it is not a state dict")
     if not all(isinstance(name, str) and isinstance(item, StoredTensor) for name, item in state.items()):
-        raise CheckpointError("it holds something else than named tensors")
+        raise CheckpointError("it holds something other than named tensors")
     return {name: asdict(tensor) for name, tensor in state.items()}
 
 
 def _unpickled(archive: zipfile.ZipFile) -> Any:
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1:
-        raise CheckpointError("the zip holds no single data.pkl")
+        raise CheckpointError("the zip does not hold exactly one data.pkl")
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError("it has compressed entries, which torch never writes")
@@ -103,11 +104,11 @@ def _unpickled(archive: zipfile.ZipFile) -> Any:
 
 
 class _StateDict(dict[str, StoredTensor]):
-    """What a module's state dict is rebuilt as: it carries an attribute, which a plain dict cannot."""
+    """The type that a state dict is rebuilt as: it carries an attribute, which a plain dict cannot."""
 
 
 class _RecordsOnly(pickle.Unpickler):
-    """Resolves no name outside this table, so loading can make records and do nothing else."""
+    """Resolves no other names than these, so that loading can create records and do nothing else."""
 
     def __init__(self, stream: Any, root: str) -> None:
         super().__init__(stream)
@@ -120,7 +121,7 @@ class _RecordsOnly(pickle.Unpickler):
             return _record
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it requires {module}.{name}")
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:
         kind, dtype, key, _, _ = pid
@@ -134,5 +135,5 @@ def _record(storage: tuple[str, str], offset: int, size: Any, stride: Any, *igno
     size, stride = tuple(size), tuple(stride)
     numbers = (offset, *size, *stride)
     if not all(isinstance(n, int) and 0 <= n < 2**48 for n in numbers) or len(size) != len(stride):
-        raise ValueError("a tensor has no sensible shape")
+        raise ValueError("a tensor has an invalid shape")
     return StoredTensor(str(entry), str(dtype), offset, size, stride)

@@ -1,4 +1,4 @@
-"""`trm checkpoint`: check checkpoints, and exchange weights."""
+"""`trm checkpoint`: verify checkpoints, and exchange weights."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from trm.cli.common import PATH, json_option, show
 
 @click.group()
 def checkpoint() -> None:
-    """Check checkpoints, and exchange weights."""
+    """Verify checkpoints, and exchange weights."""
 
 
 @checkpoint.command("verify")
 @click.argument("run", type=PATH)
 @json_option
 def verify_checkpoints(run: Path, as_json: bool) -> None:
-    """Read every checkpoint of RUN to its last byte, and say which one would be resumed.
+    """Read every checkpoint of RUN completely, and show which one would be resumed.
 
-    Changes nothing. The exit code is 1 if one is damaged that was not set aside yet.
+    Changes nothing. The exit code is 1 if a checkpoint is damaged that was not set aside yet.
     """
     from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.runs import verdict, verify
+    from trm.runs.listing import describe_verification, verify
 
     with ProgressDisplay() as display:
         found = verify(run, display.update)
-    show(asdict(found), as_json, verdict(found))
-    if any(each["damage"] and each["name"].startswith("step-") for each in found.checkpoints):
+    show(asdict(found), as_json, describe_verification(found))
+    if any(each.damage and each.name.startswith("step-") for each in found.checkpoints):
         sys.exit(1)
 
 
@@ -39,15 +39,17 @@ def verify_checkpoints(run: Path, as_json: bool) -> None:
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run", "run", type=PATH, required=True, help="New run directory.")
-@click.option("--new-head", is_flag=True, help="Begin the head anew, and token embeddings that do not fit.")
+@click.option(
+    "--new-head", is_flag=True, help="Initialise the heads anew, and token embeddings that do not fit."
+)
 @json_option
 def import_checkpoint(
     source: Path, recipe: str, overrides: tuple[str, ...], run: Path, new_head: bool, as_json: bool
 ) -> None:
-    """Make a run for RECIPE that starts with the weights of SOURCE: another run, or a state dict that the
-    public code saved.
+    """Create a run of RECIPE that starts with the weights of SOURCE: another run, or a state dict of the
+    reference implementation.
 
-    A file is described by a child process that can read names and sizes and nothing else.
+    A file is read in a child process that accepts names and sizes of tensors and nothing else.
     """
     from trm.config import load_config
 
@@ -55,13 +57,13 @@ def import_checkpoint(
     if source.is_file():
         from trm.backends.state_dict_files import stored_tensors
 
-        stored_tensors(source)  # refuses what is not weights before torch is loaded
-    from trm.backends.pytorch.exchange import import_weights
+        stored_tensors(source)  # refuses what is not weights before torch is imported
+    from trm.exchange import import_weights
 
     new = import_weights(source, config, run, new_head=new_head)
     text = f"{run} holds the weights of {source}; try: trm eval {run}"
     if new:
-        text = f"{run} holds the weights of {source}, but for these, which are new: {', '.join(new)}"
+        text = f"{run} holds the weights of {source}, except for these new ones: {', '.join(new)}"
     show({"run": str(run), "step": 0, "new": new}, as_json, text)
 
 
@@ -69,18 +71,18 @@ def import_checkpoint(
 @click.argument("run", type=PATH)
 @click.argument("file", type=PATH)
 @click.option(
-    "--averaged/--raw", default=True, show_default=True, help="Averaged weights, or those of the step."
+    "--averaged/--raw", default=True, show_default=True, help="Export the moving average, or the raw weights."
 )
 @click.option(
-    "--compiled/--eager", default=True, show_default=True, help="Names of a compiled model, or not."
+    "--compiled/--eager", default=True, show_default=True, help="Use the names of a compiled model, or not."
 )
 @json_option
 def export_checkpoint(run: Path, file: Path, averaged: bool, compiled: bool, as_json: bool) -> None:
-    """Write the best weights of RUN to FILE under the names that the public code loads.
+    """Write the best weights of RUN to FILE under the names that the reference implementation loads.
 
-    That code compiles its model by default; with DISABLE_COMPILE set, it needs --eager names.
+    The reference implementation compiles its model by default; with DISABLE_COMPILE set, it needs --eager.
     """
-    from trm.backends.pytorch.exchange import export_reference
+    from trm.exchange import export_reference
 
     step = export_reference(run, file, averaged=averaged, compiled=compiled)
     show({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")

@@ -1,4 +1,4 @@
-"""`trm data`: build datasets, look at them, and check that they are whole."""
+"""`trm data`: build datasets, describe them, and verify them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,19 +17,17 @@ Command = Callable[..., None]
 
 @click.group()
 def data() -> None:
-    """Build datasets, look at them, and check them."""
+    """Build datasets, describe them, and verify them."""
 
 
 @data.group()
 def build() -> None:
-    """Build a dataset for a task, in the layout that public TRM code reads."""
+    """Build a dataset for a task, in the layout of the reference implementation."""
 
 
-building_options = (
+output_options = (
     click.option("--out", type=PATH, required=True, help="Directory of the new dataset."),
-    click.option(
-        "--jobs", type=click.IntRange(1, 256), help="Processes that work on it [default: one a core]."
-    ),
+    click.option("--jobs", type=click.IntRange(1, 256), help="Number of processes [default: one per core]."),
     json_option,
 )
 
@@ -42,134 +39,158 @@ def with_options(command: Command, options: Iterable[Callable[[Command], Command
 
 
 def grid_options(command: Command) -> Command:
-    """Of every task whose puzzles are generated, or read from a file with one puzzle a row."""
+    """Add the options of tasks whose puzzles are generated, or read from a file with one puzzle per row."""
     options = (
-        click.option("--train", type=int, help="Training puzzles [default: 2000, or all the file has]."),
         click.option(
-            "--test", type=int, default=256, show_default=True, help="Test puzzles, unseen in training."
+            "--train", type=int, help="Training puzzles [default: 2000, or all others of the file]."
         ),
-        click.option("--seed", type=int, default=0, show_default=True),
         click.option(
-            "--from", "file", type=PATH, help="Read puzzles from CSV or one-per-line text (.gz, .xz)."
+            "--test", type=int, default=256, show_default=True, help="Test puzzles, none of them in training."
         ),
-        click.option("--source", help="Only the file's rows with this `source`."),
-        click.option("--test-source", help="Take the test puzzles from the rows with this `source`."),
-        *building_options,
-    )
+        click.option(
+            "--seed", type=int, default=0, show_default=True,
+            help="Seed of the generator, or of the order of the file's rows.",
+        ),
+        click.option(
+            "--from", "file", type=PATH,
+            help="File to read puzzles from: CSV, or text with one per line (also .gz, .xz) "
+            "[default: generate them].",
+        ),
+        click.option("--source", help="Training rows of the file: those with this `source` [default: all]."),
+        click.option(
+            "--test-source",
+            help="Test rows of the file: those with this `source` [default: rows not used for training].",
+        ),
+        *output_options,
+    )  # fmt: skip
     return with_options(command, options)
 
 
 @build.command("sudoku")
-@click.option("--size", type=click.Choice(["4", "6", "9"]), default="9", show_default=True, help="Grid size.")
+@click.option(
+    "--size", type=click.Choice(["4", "6", "9"]), default="9", show_default=True, help="Rows and columns."
+)
 @click.option(
     "--difficulty", type=click.Choice(["easy", "medium", "hard"]), default="hard", show_default=True,
-    help="Of generated puzzles; stands for a number of blanks.",
+    help="Named number of blanks per generated puzzle.",
 )  # fmt: skip
-@click.option("--blanks", type=int, help="Exact number of blanks, instead of a named difficulty.")
-@click.option("--train-blanks", type=int, help="Another number of blanks for training puzzles.")
+@click.option("--blanks", type=int, help="Blanks per generated puzzle [default: set by --difficulty].")
+@click.option("--train-blanks", type=int, help="Blanks per training puzzle [default: as for test puzzles].")
 @grid_options
-def build_sudoku(size: str, **options: Any) -> None:
-    """Sudoku puzzles with exactly one solution; no test puzzle is a symmetric copy of a training one."""
-    _build_grids("sudoku", {"size": int(size), **options})
+def build_sudoku(
+    size: str, file: Path | None, out: Path, jobs: int | None, as_json: bool, **options: object
+) -> None:
+    """Build Sudoku puzzles with one solution; no test puzzle is a symmetric copy of a training puzzle."""
+    facts = _build("sudoku", _grid_options(options, file, int(size)), out, jobs)
+    _show_grids(facts, int(size), as_json)
 
 
 @build.command("maze")
-@click.option("--size", type=int, default=10, show_default=True, help="Rows and columns, up to 40.")
+@click.option("--size", type=int, default=10, show_default=True, help="Rows and columns, at most 40.")
 @click.option(
     "--min-path", type=int, default=13, show_default=True,
-    help="Cells of the shortest path at least, both ends counted. Maze-Hard has 30 and 110.",
+    help="Least number of cells on the shortest path, start and goal included. Maze-Hard has --size 30 "
+    "and --min-path 110.",
 )  # fmt: skip
-@click.option("--train-min-path", type=int, help="Another least path for training mazes.")
+@click.option("--train-min-path", type=int, help="The same for training mazes [default: --min-path].")
 @grid_options
-def build_maze(**options: Any) -> None:
-    """Mazes of random walls with a long way from S to G; no test maze is a turned training maze."""
-    _build_grids("maze", options)
+def build_maze(
+    size: int, file: Path | None, out: Path, jobs: int | None, as_json: bool, **options: object
+) -> None:
+    """Build mazes of random walls with a long path from S to G.
+
+    No test maze is a rotated or reflected training maze.
+    """
+    facts = _build("maze", _grid_options(options, file, size), out, jobs)
+    _show_grids(facts, size, as_json)
 
 
 @build.command("arc")
 @click.option(
-    "--train", "train", type=PATH, multiple=True,
-    help="Tasks to learn from as a whole: a JSON file or a directory of them; may be given several times.",
+    "--train", type=PATH, multiple=True,
+    help="JSON file or directory of tasks to train on; may be given several times.",
 )  # fmt: skip
 @click.option(
-    "--test", "test", type=PATH, multiple=True, required=True,
-    help="Tasks to be asked about; their demonstrations are learned from.",
+    "--test", type=PATH, multiple=True, required=True,
+    help="JSON file or directory of test tasks; only their demonstrations are trained on.",
 )  # fmt: skip
 @click.option(
-    "--augmentations", type=int, default=100, show_default=True, help="Turned and recoloured copies a task."
-)
-@click.option("--seed", type=int, default=0, show_default=True)
+    "--augmentations", type=int, default=100, show_default=True,
+    help="Most copies per task with colours renamed and grids rotated or reflected.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the augmentations.")
 @click.option(
     "--overlap", type=click.Choice(["refuse", "drop", "allow"]), default="refuse", show_default=True,
-    help="Tasks that are in both: drop leaves them out of what is learned.",
+    help="What to do with training tasks that are also test tasks; drop removes them from training.",
 )  # fmt: skip
-@partial(with_options, options=building_options)
+@partial(with_options, options=output_options)
 def build_arc(
     train: tuple[Path, ...],
     test: tuple[Path, ...],
     out: Path,
     jobs: int | None,
     as_json: bool,
-    **options: Any,
+    **options: object,
 ) -> None:
-    """ARC-AGI and ConceptARC tasks from their JSON files."""
-    asked = {**options, "train": [str(path) for path in train], "test": [str(path) for path in test]}
-    facts = _build("arc", asked, out, jobs)
+    """Build a dataset from the JSON files of ARC-AGI and ConceptARC."""
+    options["train"] = [str(path) for path in train]
+    options["test"] = [str(path) for path in test]
+    facts = _build("arc", options, out, jobs)
     show(facts, as_json, f"{out}: {facts['train']:,} training and {facts['test']:,} test examples")
 
 
-def _build_grids(task: str, options: dict[str, Any]) -> None:
-    out, jobs, as_json, file = (options.pop(name) for name in ("out", "jobs", "as_json", "file"))
-    asked = {key: value for key, value in options.items() if value is not None}
-    facts = _build(task, asked | ({"from": str(file)} if file else {}), out, jobs)
-    size = options["size"]
-    text = f"{out}: {facts['train']} training and {facts['test']} test puzzles, {size}x{size}"
-    show(facts, as_json, text)
+def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -> dict[str, object]:
+    """Return the options of `data.build`: those that were given."""
+    given: dict[str, object] = {name: value for name, value in options.items() if value is not None}
+    given["size"] = size
+    if file is not None:
+        given["from"] = str(file)
+    return given
 
 
-def _build(task: str, options: Mapping[str, Any], out: Path, jobs: int | None) -> dict[str, Any]:
+def _show_grids(facts: Mapping[str, str | int], size: int, as_json: bool) -> None:
+    counts = f"{facts['train']:,} training and {facts['test']:,} test puzzles"
+    show(facts, as_json, f"{facts['path']}: {counts}, {size}x{size}")
+
+
+def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> dict[str, str | int]:
     from macbook_optimization.performance_reporting import available_cores
     from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.tasks import load_task
-    from trm.tasks.base import open_split
+    from trm.tasks.dataset import SPLITS, open_split
+    from trm.tasks.registry import load_task
 
     if out.exists():
-        raise DataError(f"{out} is already there", hint="Choose another --out, or remove it first.")
+        raise DataError(f"{out} already exists", hint="Choose another --out, or remove it first.")
     with ProgressDisplay() as display:
         load_task(task).build(options, out, display.update, jobs or available_cores())
-    return {"path": str(out), **{name: len(open_split(out, name)) for name in ("train", "test")}}
+    return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}}
 
 
 @data.command()
 @click.argument("dataset", type=PATH)
 @json_option
 def info(dataset: Path, as_json: bool) -> None:
-    """Sizes, shapes, examples that occur twice or in both halves, and how this machine would read it."""
+    """Describe DATASET: its sizes, repeated questions, and how this machine would read it."""
     from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.tasks.inspection import examine, page
+    from trm.tasks.inspection import format_facts, inspect_dataset
 
     with ProgressDisplay() as display:
-        found = examine(dataset, display.update)
-    show(asdict(found), as_json, page(found))
+        facts = inspect_dataset(dataset, display.update)
+    show(asdict(facts), as_json, format_facts(facts))
 
 
 @data.command()
 @click.argument("dataset", type=PATH)
 @json_option
 def verify(dataset: Path, as_json: bool) -> None:
-    """Check that a dataset is whole: its arrays fit each other and are what was built."""
-    from macbook_optimization.dataset_files import BUILD
-    from trm.tasks.base import open_split
+    """Verify that the arrays of DATASET are intact, fit together, and match their checksums."""
+    from macbook_optimization.dataset_files import BUILD_FILE
+    from trm.tasks.dataset import SPLITS, open_split
 
-    splits = {name: open_split(dataset, name) for name in ("train", "test") if (dataset / name).is_dir()}
-    if not splits:
-        open_split(dataset, "train")  # says what is missing
-    checked = (dataset / BUILD).is_file()
-    facts = {
-        "path": str(dataset),
-        "checksums": checked,
-        **{name: len(split) for name, split in splits.items()},
-    }
-    how = "checksums of what was built" if checked else "no checksums, as it was not built here"
-    counts = ", ".join(f"{len(split):,} {name}" for name, split in splits.items())
-    show(facts, as_json, f"{dataset} is whole: {counts} ({how})")
+    names = [name for name in SPLITS if (dataset / name).is_dir()] or ["train"]  # an error if there is none
+    counts = {name: len(open_split(dataset, name)) for name in names}
+    has_checksums = (dataset / BUILD_FILE).is_file()
+    facts = {"path": str(dataset), "checksums": has_checksums, **counts}
+    how = "checksums match" if has_checksums else "no checksums, because it was not built here"
+    examples = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    show(facts, as_json, f"{dataset} is intact: {examples} ({how})")

@@ -1,10 +1,14 @@
-"""Datasets in the making: whole or absent, and never larger in memory than one group of examples."""
+"""Write a dataset: complete or absent, and never more in memory than one group of examples.
+
+Arrays go to disk as they arrive. Tokens and labels use the smallest integer type that holds the vocabulary,
+and a value outside of it is an error, never a silent wrap-around.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -13,21 +17,24 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import BUILD, digests
-from macbook_optimization.durable_files import beside, sync
+from macbook_optimization.dataset_files import BUILD_FILE, digests
+from macbook_optimization.durable_files import partial_path, sync
 from macbook_optimization.errors import DataError
-from trm.tasks.base import DIFFICULTY, IntArray
+from macbook_optimization.json_types import JsonMapping
+from trm.arrays import IntArray, IntegerArray
+from trm.batch import PAD_TOKEN
+from trm.tasks.base import DataSpec
+from trm.tasks.dataset import DIFFICULTY
 
 
 class DatasetWriter:
-    """A dataset in the making. It lies aside until it is whole, and is gone if it never becomes so; arrays go
-    to the disk as they come, so a large set takes no more memory than one group of it."""
+    """Writes to a temporary directory and renames it on success; removes it on failure."""
 
-    def __init__(self, directory: Path, made_by: Mapping[str, Any]) -> None:
-        self.directory, self.made_by = directory.resolve(), made_by
-        self.partial = beside(self.directory)
+    def __init__(self, directory: Path, made_by: JsonMapping) -> None:
+        self.directory = directory.resolve()
+        self.made_by = made_by
+        self.partial = partial_path(self.directory)
         self.splits: list[SplitWriter] = []
         self.names = ["<blank>"]  # of the puzzle identifiers
 
@@ -36,9 +43,14 @@ class DatasetWriter:
             self.partial.mkdir(parents=True)
         return self
 
-    def split(self, name: str, seq_len: int, vocab_size: int) -> SplitWriter:
+    def split(self, name: str, spec: DataSpec, ignore_label: int | None = 0) -> SplitWriter:
+        """Start a split. Labels equal to `ignore_label` are positions without a label.
+
+        0 is the reference implementation's choice, where no output is 0; a classifier, which has a class 0,
+        passes `IGNORE_LABEL`.
+        """
         with self._reported():
-            self.splits.append(SplitWriter(self.partial / name, seq_len, vocab_size))
+            self.splits.append(SplitWriter(self.partial / name, spec, ignore_label))
         return self.splits[-1]
 
     def write_json(self, name: str, value: Any) -> None:
@@ -63,7 +75,7 @@ class DatasetWriter:
         for split in self.splits:
             split.finish(len(self.names))
         _write_json(self.partial / "identifiers.json", self.names)
-        _write_json(self.partial / BUILD, {**self.made_by, "sha256": digests(self.partial)})
+        _write_json(self.partial / BUILD_FILE, {**self.made_by, "sha256": digests(self.partial)})
         for path in (*self.partial.rglob("*"), self.partial):
             sync(path)
         self.partial.rename(self.directory)
@@ -81,31 +93,36 @@ class DatasetWriter:
 
 
 class SplitWriter:
-    """One half of it. Groups are passed through once an epoch; a group is some puzzles, and a puzzle is some
-    examples with one identifier."""
+    """One split. A group is used once per epoch; it has puzzles, and a puzzle has examples with one
+    identifier."""
 
-    def __init__(self, directory: Path, seq_len: int, vocab_size: int) -> None:
+    def __init__(self, directory: Path, spec: DataSpec, ignore_label: int | None) -> None:
         directory.mkdir()
-        self.directory, self.seq_len, self.vocab_size = directory, seq_len, vocab_size
-        self.files = {name: (directory / f"all__{name}.npy").open("wb") for name in ("inputs", "labels")}
-        for file in self.files.values():
-            file.write(self._header(0))
-        self.examples_of_puzzle: list[NDArray[np.int64]] = []
-        self.puzzles_of_group: list[NDArray[np.int64]] = []
-        self.identifiers: list[NDArray[np.int64]] = []
+        self.directory = directory
+        self.spec = spec
+        self.ignore_label = ignore_label
+        labels = [0, spec.num_outputs - 1] + ([] if ignore_label is None else [ignore_label])
+        self.ranges = {"inputs": (0, spec.vocab_size - 1), "labels": (min(labels), max(labels))}
+        self.dtypes = {name: smallest_dtype(*ends) for name, ends in self.ranges.items()}
+        self.files = {name: (directory / f"all__{name}.npy").open("wb") for name in self.ranges}
+        for name, file in self.files.items():
+            file.write(self._header(name, 0))
+        self.examples_of_puzzle: list[IntArray] = []
+        self.puzzles_of_group: list[IntArray] = []
+        self.identifiers: list[IntArray] = []
         self.difficulties: list[IntArray] = []
+        self.lengths: list[IntArray] = []
 
-    def _header(self, num_rows: int) -> bytes:
-        """As long for any number of rows, so that it can be written again when that is known."""
+    def _header(self, name: str, num_rows: int) -> bytes:
+        """Return a header whose length does not depend on the number of rows, so it can be rewritten."""
         header = BytesIO()
-        described = {"descr": "|u1", "fortran_order": False, "shape": (num_rows, self.seq_len)}
+        descr = npy.dtype_to_descr(self.dtypes[name])
+        described = {"descr": descr, "fortran_order": False, "shape": (num_rows, self.spec.max_len)}
         npy.write_array_header_1_0(header, described)
         return header.getvalue()
 
-    def add_group(
-        self, identifiers: NDArray[np.int64], inputs: NDArray[np.uint8], labels: NDArray[np.uint8]
-    ) -> None:
-        """Puzzles with equally many examples each: (puzzles, examples, cells)."""
+    def add_group(self, identifiers: IntArray, inputs: IntegerArray, labels: IntegerArray) -> None:
+        """Add puzzles with the same number of examples each: (puzzles, examples, positions)."""
         puzzles, examples, _ = inputs.shape
         self._write(inputs, labels)
         self.identifiers.append(identifiers)
@@ -113,56 +130,87 @@ class SplitWriter:
         self.puzzles_of_group.append(np.array([puzzles]))
 
     def add_examples(
-        self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8], difficulties: IntArray | None = None
+        self,
+        inputs: IntegerArray,
+        labels: IntegerArray,
+        difficulties: IntArray | None = None,
+        lengths: IntArray | None = None,
     ) -> None:
-        """Each a puzzle and a group of its own, without an identifier."""
+        """Add examples, each a puzzle and a group of its own, without an identifier."""
         if difficulties is not None:
             self.difficulties.append(difficulties)
+        if lengths is not None:
+            if lengths.min(initial=1) < 1 or lengths.max(initial=1) > self.spec.max_len:
+                raise DataError(f"Lengths must be between 1 and {self.spec.max_len}")
+            self.lengths.append(lengths)
         self._write(inputs, labels)
+        ones = np.ones(len(inputs), dtype=np.int64)
         self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
-        self.examples_of_puzzle.append(np.ones(len(inputs), dtype=np.int64))
-        self.puzzles_of_group.append(np.ones(len(inputs), dtype=np.int64))
+        self.examples_of_puzzle.append(ones)
+        self.puzzles_of_group.append(ones)
 
-    def _write(self, inputs: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
+    def _write(self, inputs: IntegerArray, labels: IntegerArray) -> None:
         for name, array in (("inputs", inputs), ("labels", labels)):
-            self.files[name].write(np.ascontiguousarray(array, dtype=np.uint8).tobytes())
+            least, most = self.ranges[name]
+            if array.size and (array.min() < least or array.max() > most):
+                raise DataError(
+                    f"{name} hold {array.min()} to {array.max()}; this dataset has {least} to {most}"
+                )
+            self.files[name].write(np.ascontiguousarray(array, dtype=self.dtypes[name]).tobytes())
 
     def finish(self, num_identifiers: int) -> None:
-        examples, puzzles, identifiers = (
-            np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
-            for parts in (self.examples_of_puzzle, self.puzzles_of_group, self.identifiers)
-        )
+        examples = _joined(self.examples_of_puzzle)
+        puzzles = _joined(self.puzzles_of_group)
         total = int(examples.sum())
-        for file in self.files.values():
+        for name, file in self.files.items():
             file.seek(0)
-            file.write(self._header(total))
+            file.write(self._header(name, total))
         self.close()
-        for name, array in (
-            ("puzzle_identifiers", identifiers),
-            ("puzzle_indices", np.cumsum([0, *examples])),
-            ("group_indices", np.cumsum([0, *puzzles])),
-        ):
-            np.save(self.directory / f"all__{name}.npy", array.astype(np.int32))
+        self._save("all__puzzle_identifiers.npy", _joined(self.identifiers))
+        self._save("all__puzzle_indices.npy", np.cumsum([0, *examples]))
+        self._save("all__group_indices.npy", np.cumsum([0, *puzzles]))
         if self.difficulties:
-            np.save(self.directory / DIFFICULTY, np.concatenate(self.difficulties).astype(np.int32))
+            self._save(DIFFICULTY, _joined(self.difficulties))
+        if self.lengths:
+            if len(lengths := _joined(self.lengths)) != total:
+                raise DataError(f"{len(lengths)} of {total} examples have a length; all or none must")
+            self._save("all__lengths.npy", lengths)
         metadata = {
-            "seq_len": self.seq_len,
-            "vocab_size": self.vocab_size,
-            "output_vocab_size": self.vocab_size,
+            "seq_len": self.spec.max_len,
+            "vocab_size": self.spec.vocab_size,
+            "output_vocab_size": self.spec.num_outputs,
             "num_puzzle_identifiers": num_identifiers,
-            "pad_id": 0,
-            "ignore_label_id": 0,
+            "pad_id": PAD_TOKEN,
+            "ignore_label_id": self.ignore_label,
             "blank_identifier_id": 0,
             "total_groups": len(puzzles),
             "mean_puzzle_examples": total / max(1, len(examples)),
             "total_puzzles": len(examples),
             "sets": ["all"],
         }
+        if self.spec.class_names:
+            metadata["class_names"] = list(self.spec.class_names)
         _write_json(self.directory / "dataset.json", metadata)
+
+    def _save(self, name: str, array: IntArray) -> None:
+        np.save(self.directory / name, array.astype(np.int32))
 
     def close(self) -> None:
         for file in self.files.values():
             file.close()
+
+
+def smallest_dtype(least: int, most: int) -> np.dtype[np.integer]:
+    """Return the smallest integer type that holds both ends; the reference implementation reads any."""
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32"):
+        limits = np.iinfo(name)
+        if limits.min <= least and most <= limits.max:
+            return np.dtype(name)
+    return np.dtype("int64")
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
 
 
 def _write_json(path: Path, value: Any) -> None:

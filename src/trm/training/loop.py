@@ -1,61 +1,37 @@
-"""One run: recipe and plan -> task arrays -> state -> resume -> [cut, step, watch, adjust, evaluate, save]*.
+"""The training loop: evaluate, save, cool down, step, tune; until there is a reason to stop.
 
-A step either happened as a whole or not at all, so stopping is allowed between any two micro-batches:
-what is saved then is the state after the last whole step, and resuming repeats the broken one exactly.
-Numbers that are no numbers never enter a checkpoint: such a step is passed over, three in a row go back to
-the last good checkpoint with half the learning rate, and if that does not help the run stops.
+A step either happened completely or not at all, so stopping is allowed between any two micro-batches: the
+state after the last complete step is saved, and resuming repeats the interrupted one exactly. NaN and Inf are
+never checkpointed (see `recovery`).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from macbook_optimization.checkpoint_files import Checkpoint
-from macbook_optimization.children import Tell
-from macbook_optimization.dataset_management import DatasetManager, DatasetSettings
-from macbook_optimization.errors import AllocationFailed, DataError, NonFiniteError
-from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.errors import AllocationFailed, NonFiniteError
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.memory_management import peak_bytes
-from macbook_optimization.progress_monitoring import ProgressDisplay
-from macbook_optimization.resource_monitoring import PowerMonitor
-from trm.backends.base import StepResult, load_backend
+from trm.backends.base import StepResult
 from trm.config import RunConfig
-from trm.runs import Plan, Run, begin, open_run
-from trm.tasks import load_task
-from trm.tasks.base import Split, Task, fingerprint, open_split
-from trm.training.compiling import Compiling
-from trm.training.evaluation import EVALUATION_CUT, Evaluation, evaluate
-from trm.training.interruption import Interrupted, stop_signals
-from trm.training.planning import Planner
-from trm.training.probe import Way
-from trm.training.saving import BestSoFar, Saver
-from trm.training.settling import Settling
+from trm.plan import Plan
+from trm.planning.planner import Planner
+from trm.runs.events import CoolingBreak, LowBattery, Resumed, Stopped
+from trm.training import recovery
+from trm.training.checkpointing import BestSoFar, Checkpointer
+from trm.training.evaluation import Evaluator
+from trm.training.log import RunLog, StepMetrics, StepTiming
+from trm.training.resources import Resources
+from trm.training.signals import Interrupted, StopRequest
 from trm.training.state import TrainingState
-from trm.training.watching import (
-    Display,
-    Journal,
-    MemoryWatch,
-    MetricsLog,
-    PowerWatch,
-    ThreadWatch,
-    show_plan,
-)
-
-SKIPS_IN_A_ROW = 3
-NO_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
+from trm.training.tuner import Tuner
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where this start ends, if not earlier; the schedule does not notice."""
+    """Where this start of a run ends at the latest; the schedule does not depend on it."""
 
     max_seconds: float | None = None
     max_step: int | None = None
@@ -71,349 +47,196 @@ class Outcome:
     reason: str  # "target", "max_steps", "limit" or "interrupted"
     step: int
     seconds: float
-    best: dict[str, Any] | None
+    best: JsonObject | None
     target: float | None
 
 
-def train_in_child(
-    config: Mapping[str, Any],
-    run: str,
-    plan: Mapping[str, Any],
-    limits: Mapping[str, Any],
-    data: Mapping[str, Mapping[str, str]],
-    tell: Tell,
-) -> dict[str, Any]:
-    """What the supervisor starts. A step that cannot be had in memory ends the process, not the run."""
-    recipe = RunConfig.model_validate(config)
-    try:
-        with ProgressDisplay() as display:
-            outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display, data)
-    except (AllocationFailed, MemoryError):
-        sys.exit(NO_MEMORY)
-    return {**asdict(outcome), "run": str(outcome.run)}
-
-
-def train(
-    config: RunConfig,
-    path: Path,
-    plan: Plan,
-    limits: Limits,
-    display: Display,
-    data: Mapping[str, Mapping[str, str]] | None = None,
-) -> Outcome:
-    """`data` are the digests of the halves of the dataset, from who has just read and checked it."""
-    hardware = HardwareDetector().detect(with_torch=False)  # before anything takes memory
-    task = load_task(config.task)
-    splits = open_splits(config, task, data_manager(config), data)
-    run, backend = open_run(path, config), load_backend()
-
-    def set_threads(threads: int) -> None:
-        backend.prepare(threads=threads, deterministic=config.training.deterministic)
-
-    set_threads(plan.threads)
-    make_learner = partial(
-        backend.learner, config.model_in(plan.precision), config.training, splits[0].shape, config.seed,
-        plan.gradient_checkpointing, plan.lanes,
-    )  # fmt: skip
-    if plan.settling:  # nobody has tried whether the model fits
-        needed = backend.state_bytes(config.model, config.training, splits[0].shape)
-        if plan.budget_bytes is not None and needed > plan.budget_bytes / 2:
-            raise AllocationFailed(torn=False)
-    state = TrainingState(config, plan, task, splits[0], make_learner)
-    trainer = Trainer(config, state, splits[1], run, display, set_threads)
-    trainer.resume()
-    if plan.settling:
-        trainer.settle_with(Planner(config, splits[0].shape, hardware, display).corrected()[0])
-    begin(run, config)
-    write_plan(trainer.journal, plan)
-    trainer.journal.write("hardware.json", json.dumps(describe_machine(), indent=2))
-    with stop_signals() as check, trainer.watch.monitor, trainer.power.monitor:
-        return trainer.run(limits, check)
-
-
-def write_plan(journal: Journal, plan: Plan) -> None:
-    journal.write("plan.json", json.dumps(plan.to_json(), indent=2))
-    journal.event("plan", **plan.to_json())  # the events are the history of how a run was carried out
-
-
-def describe_machine() -> dict[str, Any]:
-    detector = HardwareDetector()
-    platform = detector.detect_platform_capabilities(measure_precision=False)
-    return replace(detector.detect(with_torch=False), platform=platform).to_json()
-
-
-def data_manager(config: RunConfig) -> DatasetManager:
-    return DatasetManager(DatasetSettings(**config.data.loading.model_dump()))
-
-
-def open_splits(
-    config: RunConfig,
-    task: Task,
-    manager: DatasetManager | None = None,
-    trusted: Mapping[str, Mapping[str, str]] | None = None,
-) -> tuple[Split, Split]:
-    """To train on, as the manager would read them on this machine; to look at, without one."""
-    train_split, test_split = (
-        open_split(config.data.path, name, manager=manager, trusted=(trusted or {}).get(name))
-        for name in ("train", "test")
-    )
-    if train_split.shape != test_split.shape:
-        raise DataError(f"The train and test halves of {config.data.path} have different shapes")
-    task.check(train_split.shape)
-    return train_split, test_split
-
-
+@dataclass
 class Trainer:
-    """One run while it is going on: what is looked at, answered and kept between two steps."""
+    """One start of a run. What happens between two steps is in `run`, in the order in which it happens."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        state: TrainingState,
-        test_split: Split,
-        run: Run,
-        display: Display,
-        set_threads: Callable[[int], None],
-    ) -> None:
-        self.config, self.state, self.test_split, self.display = config, state, test_split, display
-        self.directory, self.journal = run, Journal(run, display)
-        release = state.split.reader.fall_back
-        self.watch = MemoryWatch(config, state.plan, self.journal, display, release)
-        self.power = PowerWatch(config.plan, PowerMonitor())
-        self.threads = ThreadWatch(config, state.plan, set_threads, self.journal, display)
-        self.compiling = Compiling(config, state.plan, state.split.shape, self.journal, display)
-        settings = config.checkpoints
-        self.checkpoints = run.checkpoints(settings.keep, settings.keep_every_hours)
-        self.saver = Saver(settings, self.checkpoints, self.journal, display)
-        judged_by = config.evaluation.model_dump(exclude={"every_steps", "target_accuracy"})
-        judged_by["data"] = fingerprint(test_split)
-        target, headline = config.evaluation.target_accuracy, state.task.headline
-        self.best = BestSoFar(self.saver, judged_by, target, headline)
-        self.seconds_before = 0.0  # spent training in earlier starts
-        self.started = time.monotonic()
-        self.evaluated = 0  # the last step whose weights were evaluated
-        self.set_threads, self.lanes = set_threads, state.plan.lanes
-        self.settling: Settling | None = None
+    state: TrainingState
+    checkpointer: Checkpointer
+    best: BestSoFar
+    resources: Resources
+    tuner: Tuner
+    log: RunLog
+    evaluator: Evaluator
+    seconds_before: float = 0.0  # of training, in earlier starts
 
     @property
-    def seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.started
+    def config(self) -> RunConfig:
+        return self.state.config
 
-    def settle_with(self, planner: Planner) -> None:
-        def apply(size: int, way: Way) -> None:
-            self._compute_by(*way)
-            self.watch.follow(replace(self.state.plan, micro_batch_size=size))
-
-        # The peak of a process that has read a checkpoint says less about its steps.
-        self.settling = Settling(planner, self.state.plan, apply, keep=not self.state.step)
-        self.settling.begin()
-
-    def _compute_by(self, threads: int, lanes: int) -> None:
-        self.set_threads(threads)
-        self.lanes = lanes
-        self.state.learner.set_lanes(lanes)
-
-    def _settle(self, seconds: float) -> None:
-        if self.settling is None:
-            return
-        plan = self.settling.after_step(self.state.step, seconds, self.watch.memory)
-        if plan is None:
-            return
-        self.settling, self.state.plan = None, plan
-        self._compute_by(plan.threads, plan.lanes)
-        self.watch.follow(plan)
-        config, shape = self.config, self.state.split.shape
-        self.threads = ThreadWatch(config, plan, self.set_threads, self.journal, self.display)
-        self.compiling = Compiling(config, plan, shape, self.journal, self.display)
-        write_plan(self.journal, plan)
-        show_plan(self.display, config, plan)
+    def elapsed(self) -> float:
+        """Return the seconds of training over all starts, without pauses of the process."""
+        return self.seconds_before + self.resources.clock.seconds
 
     def resume(self) -> None:
-        checkpoint = self._recover()
+        checkpoint = self.checkpointer.recover()
         if checkpoint is None:
-            self.checkpoints.check_space(self.state.learner.tensors())
+            self.checkpointer.manager.check_space(self.state.learner.state())
             return
         saved = self.state.restore(checkpoint)
-        self.saver.step = checkpoint.step
-        self.seconds_before, self.evaluated = saved.seconds, saved.evaluated
+        self.checkpointer.saved_step = checkpoint.step
+        self.seconds_before = saved.seconds
+        self.evaluator.evaluated = saved.evaluated
         self.best.restore(saved.best)
         changes = self.state.changes_since(saved)
-        self.journal.event("resumed", step=checkpoint.step, changes=changes)
+        self.log.event(Resumed(checkpoint.step, changes))
         with_changes = f" ({', '.join(changes)})" if changes else ""
-        self.display.message(f"Resuming {self.directory.path} after step {checkpoint.step}{with_changes}.")
-        self.saver.warn_if_full(self.state.learner.tensors())
+        self.log.message(f"Resuming {self.log.run.path} after step {checkpoint.step}{with_changes}.")
+        self.checkpointer.warn_if_full(self.state.learner.state())
 
-    def _recover(self) -> Checkpoint | None:
-        checkpoint, damaged = self.checkpoints.recover()
-        for problem in damaged:
-            self.journal.event("damaged", checkpoint=problem)
-            self.display.message(f"A checkpoint is damaged: {problem}.")
-        return checkpoint
+    def tune_with(self, planner: Planner) -> None:
+        # The peak of a process that has read a checkpoint says less about its steps.
+        self.tuner.start_warmup(planner, self._use, cache=not self.state.step)
 
-    def run(self, limits: Limits, check: Callable[[], None]) -> Outcome:
-        self.started = self.saver.at = time.monotonic()
-        log = MetricsLog(self.journal)
+    def run(self, limits: Limits, stop: StopRequest) -> Outcome:
+        metrics = StepMetrics(self.log)
+        self.checkpointer.saved_at = time.monotonic()
         try:
             while True:
-                self._keep(check)
-                if (reason := self._finished(limits)) is not None and self._is_kept(check):
+                self._run_due_tasks(stop)  # evaluate, save, cool down
+                reason = self._reason_to_stop(limits)
+                if reason is not None and self._saved_at_end(stop):
                     break
-                check()
-                before = time.monotonic()
+                stop.check()
+                began = self.resources.clock.seconds
+                started = time.monotonic()
                 try:
-                    rate, result = self._step(check)
-                except NonFiniteError as trouble:
-                    self._pass_over(trouble)
+                    rate, result = self._train_step(stop)
+                except NonFiniteError as error:
+                    if recovery.skip_step(self.state, self.log, error):
+                        self._roll_back(error)
                     continue
-                took, size = time.monotonic() - before, self.watch.memory.batch_size
-                log.add(self.state.step, result, rate, took, self.seconds, size)
-                self._show(log)
-                self.watch.collect_garbage(self.state.step)
-                self._settle(took)
-                self.compiling.go_on(self.state.learner, self.state.step, limits.max_seconds)
-                if self.settling is None:
-                    self.threads.look(self.state.step, self.compiling.in_use)
+                took = max(self.resources.clock.seconds - began, 1e-9)
+                self._log_step(metrics, rate, result, took)
+                # A pause makes this step slow, not fast: the tuner keeps the best of several.
+                self._adapt(time.monotonic() - started, limits)
         except Interrupted:
             reason = "interrupted"
-            try:
-                self.saver.insist(self._save, check, stopping=True)
-            except NonFiniteError as trouble:
-                self.display.message(f"{trouble} {self.saver.what_is_safe.capitalize()}.")
-        log.write()
-        self.journal.event("stopped", reason=reason, step=self.state.step, peak_bytes=peak_bytes())
-        step, best = self.state.step, self.best
-        return Outcome(self.directory.path, reason, step, self.seconds, best.row, best.target)
+            self._save_interrupted(stop)
+        metrics.write()
+        self.log.event(Stopped(reason, self.state.step, peak_bytes()))
+        best = self.best
+        return Outcome(self.log.run.path, reason, self.state.step, self.elapsed(), best.row, best.target)
 
-    def _is_kept(self, check: Callable[[], None]) -> bool:
-        """At the end. Weights that are no numbers are not what was asked for, so it goes on then."""
-        try:
-            self.saver.insist(self._save, check)
-        except NonFiniteError as trouble:
-            self._roll_back(trouble)
-            return False
-        self.best.mark_at_last(self.state.step)
-        return True
-
-    def _keep(self, check: Callable[[], None]) -> None:
-        """What is due between two steps. Nothing is, while steps are skipped: the weights are those of the
-        last checkpoint or as suspect as the loss."""
+    def _run_due_tasks(self, stop: StopRequest) -> None:
+        """Nothing is due while steps are skipped: the weights are those of the last checkpoint, or as suspect
+        as the loss."""
         if self.state.skipped_in_a_row:
             return
+        power = self.resources.power
+        step = self.state.step
         try:
-            if self._evaluation_is_due():
-                self._evaluate(check)
-            if (percent := self.power.battery_fell()) is not None:
-                self.journal.event("low battery", percent=percent, step=self.state.step)
-                self.display.message(f"The battery is at {percent:.0f} %; saving.")
+            if self.evaluator.is_due():
+                self.best.offer(self.evaluator.run(self.elapsed, stop), self._save)
+            if (percent := power.battery_fell()) is not None:
+                self.log.event(LowBattery(percent, step))
+                self.log.message(f"The battery is at {percent:.0f} %; saving.")
                 self._save()
-            if self.saver.is_due(self.state.step):
+            if self.checkpointer.is_due(step):
                 self._save()
-            if (reason := self.power.too_hot()) is not None:
-                self._cool(reason, check)
-        except NonFiniteError as trouble:  # found in the weights, so there is nothing to go on with
-            self._roll_back(trouble)
+            if (reason := power.too_hot()) is not None:
+                self._cool(reason, stop)
+        except NonFiniteError as error:  # in the weights, so there is nothing to continue with
+            self._roll_back(error)
 
-    def _cool(self, reason: str, check: Callable[[], None]) -> None:
-        if self.power.cooled_at is None:  # the beginning of it; later saves come as they are due
-            self._save()
-        seconds = self.config.plan.cooling_delay_seconds
-        self.journal.event("cooling break", reason=reason, seconds=seconds, step=self.state.step)
-        self.display.message(f"A pause of {seconds:g} s: {reason}.")
-        self.power.cool(check)
-
-    def _finished(self, limits: Limits) -> str | None:
+    def _reason_to_stop(self, limits: Limits) -> str | None:
         if self.best.reached_target:
             return "target"
         if self.state.step >= self.config.training.max_steps:
             return "max_steps"
-        return "limit" if limits.reached(self.state.step, time.monotonic() - self.started) else None
+        return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
 
-    def _evaluation_is_due(self) -> bool:
-        """Asked before each step and not after it, so that an evaluation that was interrupted comes again."""
-        step, last = self.state.step, self.state.step >= self.config.training.max_steps
-        return self.evaluated != step and (last or step % self.config.evaluation.every_steps == 0)
+    def _train_step(self, stop: StopRequest) -> tuple[float, StepResult]:
+        """Take one step; after a failed allocation, repeat it with a smaller micro-batch."""
+        memory = self.resources.memory
+        step = self.state.step
+        num_slots = len(self.state.slots.ids)
 
-    def _step(self, check: Callable[[], None]) -> tuple[float, StepResult]:
-        def next_cut(slots_done: int) -> int:
+        def next_size(slots_done: int) -> int:
             if slots_done:
-                check()
-                facts = f"step {self.state.step + 1}"
-                self.display.update("this step", slots_done, self.state.order.num_slots, facts)
-            return self.watch.micro_batch_size(self.state.step)
+                stop.check()
+                self.log.display.update("this step", slots_done, num_slots, f"step {step + 1}")
+            return memory.micro_batch_size(step)
 
         while True:
             try:
-                return self.state.advance(next_cut)
+                return self.state.advance(next_size)
             except AllocationFailed as failure:
                 if failure.torn:
                     raise
-            self.watch.make_room(self.state.step)
+            memory.make_room(step)
 
-    def _pass_over(self, trouble: NonFiniteError) -> None:
-        self.state.skip()
-        self.journal.event("step skipped", step=self.state.step, cause=str(trouble))
-        self.display.message(f"{trouble} It is skipped.")
-        if self.state.skipped_in_a_row >= SKIPS_IN_A_ROW:
-            self._roll_back(trouble)
+    def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
+        size = self.resources.memory.manager.batch_size
+        metrics.add(result, StepTiming(self.state.step, took, self.elapsed(), rate, size))
+        per_second = metrics.samples_per_second
+        digits = 2 if per_second < 10 else 0
+        facts = f"loss {metrics.loss:.3f}  {per_second:.{digits}f} samples/s{self.best.described()}"
+        num_slots = len(self.state.slots.ids)
+        self.log.display.update("this step", num_slots, num_slots)
+        self.log.display.update("training", self.state.step, self.config.training.max_steps, facts)
 
-    def _roll_back(self, trouble: NonFiniteError) -> None:
-        state, step = self.state, self.state.step
-        if state.rolled_back_from is not None:
-            raise NonFiniteError(
-                f"{trouble} Going back to the last good checkpoint with {state.learning_rate_scale:g} of the "
-                "learning rate did not help. That checkpoint is intact.",
-                hint="Start a new run with a lower training.learning_rate; `trm checkpoint import` takes the "
-                "weights of this one along.",
-            )
-        self._recover()
-        sound = (each for each in self.checkpoints.good_ones() if not each.metadata.get("skipped_in_a_row"))
-        state.go_back(checkpoint := next(sound, None))
-        state.learner.set_lanes(self.lanes)  # it may be a new one
-        self.checkpoints.abandon_after(state.step)
-        self.saver.step = None if checkpoint is None else checkpoint.step
-        self.evaluated = min(self.evaluated, state.step)
-        self.best.restore(self.best.row)
-        scale = state.learning_rate_scale
-        self.journal.event("rolled back", step=step, to=state.step, learning_rate_scale=scale)
-        self.display.message(f"Going back to step {state.step} with {scale:g} of the learning rate.")
+    def _adapt(self, step_seconds: float, limits: Limits) -> None:
+        """React to what the step took, and to the machine."""
+        step = self.state.step
+        self.resources.memory.collect_garbage(step)
+        manager = self.resources.memory.manager
+        plan = self.tuner.after_step(step, step_seconds, manager, self.state.learner, limits.max_seconds)
+        if plan is not None:
+            self._use(plan)
+            self.resources.threads.restart()
+            self.log.plan(plan)
+        elif self.tuner.warmup is None:
+            threads = self.resources.threads.after_step(step)
+            if threads is not None:
+                self.state.learner.reconfigure(replace(self.state.plan.execution, threads=threads))
 
-    def _show(self, log: MetricsLog) -> None:
-        headline = self.best.headline
-        name = headline.removesuffix("_accuracy")
-        best = f"  {name} {self.best.row[headline]:.1%}" if self.best.row else ""
-        rate = log.samples_per_second
-        facts = f"loss {log.loss:.3f}  {rate:.{2 if rate < 10 else 0}f} samples/s{best}"
-        self.display.update("this step", self.state.order.num_slots, self.state.order.num_slots)
-        self.display.update("training", self.state.step, self.config.training.max_steps, facts)
+    def _use(self, plan: Plan) -> None:
+        if plan.execution.compiled_size is None:  # a compile trial has already reconfigured the learner
+            self.state.learner.reconfigure(plan.execution)
+        before = self.state.plan
+        if (plan.micro_batch_size, plan.memory) != (before.micro_batch_size, before.memory):
+            self.resources.memory.apply(plan)  # the same size keeps what memory pressure made of it
+        self.resources.threads.apply(plan)
+        self.state.plan = plan
 
-    def _evaluate(self, check: Callable[[], None]) -> None:
-        found = self._answers(check)
-        self.evaluated = self.state.step
-        row = {"step": self.state.step, "seconds": self.seconds, **found.row()}
-        self.journal.append("metrics.jsonl", row)
-        self.best.offer(row, self._save)
-        self.display.message(
-            f"step {row['step']:6d}  {row['seconds']:6.1f} s  {found.described()}  "
-            f"cells {found.token_accuracy:6.1%}  on {found.examples} unseen puzzles"
-        )
-
-    def _answers(self, check: Callable[[], None]) -> Evaluation:
-        def after_chunk(done: int, total: int) -> None:
-            self.display.update("evaluating", done, total)
-            check()
-
-        answerer, settings = self.state.learner.answerer(), self.config.evaluation
-        while True:
-            size = EVALUATION_CUT * self.watch.memory.batch_size
-            with suppress(AllocationFailed):
-                scorer = self.state.task.scorer(self.config.data.path)
-                return evaluate(answerer, self.test_split, settings, size, after_chunk, scorer)
-            self.watch.make_room(self.state.step)
+    def _cool(self, reason: str, stop: StopRequest) -> None:
+        if self.resources.power.cooled_at is None:  # the first of several pauses; later saves come when due
+            self._save()
+        seconds = self.config.limits.cooling_delay_seconds
+        self.log.event(CoolingBreak(reason, seconds, self.state.step))
+        self.log.message(f"Pausing for {seconds:g} s: {reason}.")
+        self.resources.power.cool(stop.check)
 
     def _save(self) -> bool:
         state = self.state
         past = state.rolled_back_from is not None and state.step > state.rolled_back_from
         if past and not state.skipped_in_a_row:
-            state.rolled_back_from = None  # of what stopped it
-        saved = state.saved(self.seconds, self.evaluated, self.best.row)
-        return self.saver.save(state.step, state.learner.tensors(), saved)
+            state.rolled_back_from = None  # training got past what had stopped it
+        saved = state.saved(self.elapsed(), self.evaluator.evaluated, self.best.row)
+        return self.checkpointer.save(state.step, state.learner.state(), saved)
+
+    def _saved_at_end(self, stop: StopRequest) -> bool:
+        """Non-finite weights are not what was asked for, so training continues from the last good ones."""
+        try:
+            self.checkpointer.save_or_wait(self._save, stop.check)
+        except NonFiniteError as error:
+            self._roll_back(error)
+            return False
+        self.best.mark_at_end(self.state.step)
+        return True
+
+    def _save_interrupted(self, stop: StopRequest) -> None:
+        try:
+            self.checkpointer.save_or_wait(self._save, stop.check, stopping=True)
+        except NonFiniteError as error:
+            self.log.message(f"{error} {self.checkpointer.what_is_safe.capitalize()}.")
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        recovery.roll_back(self.state, self.checkpointer, self.best, self.log, error)
+        self.resources.threads.apply(self.state.plan)  # as the learner is configured now
+        self.evaluator.evaluated = min(self.evaluator.evaluated, self.state.step)

@@ -1,4 +1,4 @@
-"""Runs: the plan does not matter, interruptions do not matter, and stops happen where they should."""
+"""Whole runs: neither the plan nor interruptions change what is learned, and runs stop where they should."""
 
 import json
 import os
@@ -8,11 +8,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
+from tiny import Recorder, make_learner, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import DataError, MemoryBudgetError, RunError
-from trm.runs import Run, list_runs
-from trm.training.loop import Limits, train
+from trm.runs.directory import EVENTS, METRICS, Run, set_aside
+from trm.runs.listing import list_runs
+from trm.tasks.dataset import open_split
+from trm.training.loop import Limits
+from trm.training.preparation import prepare
+from trm.training.start import train
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +25,14 @@ def dataset(tmp_path_factory):
 
 
 def state(path):
-    checkpoint = Run(path).checkpoints().newest_good()
+    checkpoint = Run(path).checkpoints().newest_intact()
     return checkpoint.step, checkpoint.load_all(), checkpoint.metadata["slots"]
 
 
 def assert_same_run(one, other):
     """Bit for bit."""
-    first, second = state(one), state(other)
+    first = state(one)
+    second = state(other)
     assert first[0] == second[0]
     assert first[2] == second[2]
     for group, tensors in first[1].items():
@@ -37,8 +42,8 @@ def assert_same_run(one, other):
 
 @pytest.fixture
 def float64():
-    """Nearly without rounding. This tiny model amplifies it about sixfold a step: 1e-18 after the first
-    step, 1e-9 after twelve (measured); in float32, a dozen steps would show nothing."""
+    """Compute nearly without rounding errors. This tiny model amplifies them about sixfold per step: 1e-18
+    after the first step, 1e-9 after twelve (measured); in float32, twelve steps would show nothing."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -56,26 +61,28 @@ def assert_same_up_to_rounding(one, other):
 def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision, stop_at):
     config = run_config(dataset, training__supervision=supervision, training__depths={0: 1, 5: 3})
     run(config, tmp_path / "whole")
-    outcome = run(config, tmp_path / "halves", max_step=stop_at)
+    outcome = run(config, tmp_path / "resumed", max_step=stop_at)
     assert (outcome.reason, outcome.step) == ("limit", stop_at)
-    assert run(config, tmp_path / "halves").reason == "max_steps"
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    assert run(config, tmp_path / "resumed").reason == "max_steps"
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
-def test_how_the_set_is_read_changes_nothing_also_in_the_middle_of_an_epoch(tmp_path, dataset, supervision):
-    """Held in memory, mapped, read row by row with a cache of one row, and each of them for a third."""
+def test_how_the_dataset_is_read_changes_nothing_even_in_the_middle_of_an_epoch(
+    tmp_path, dataset, supervision
+):
+    """Held in memory, mapped, streamed with a cache of one row, and each of them for a third of the run."""
 
     def reading(**loading):
         supervised = {"training__supervision": supervision, "model__halt_max_steps": 3}
         return run_config(dataset, data={"path": str(dataset), "loading": loading}, **supervised)
 
-    ways = {
+    configs = {
         "memory": reading(),
         "mapped": reading(enable_caching=False),
         "streaming": reading(force_streaming_mode=True, chunk_size_mb=1e-6),
     }
-    for stop_at, (name, config) in zip((7, 13, 20), ways.items(), strict=True):
+    for stop_at, (name, config) in zip((7, 13, 20), configs.items(), strict=True):
         run(config, tmp_path / name)
         run(config, tmp_path / "mixed", max_step=stop_at)
     for other in ("mapped", "streaming", "mixed"):
@@ -83,7 +90,7 @@ def test_how_the_set_is_read_changes_nothing_also_in_the_middle_of_an_epoch(tmp_
 
 
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
-def test_a_curriculum_widens_and_goes_on_where_it_was(tmp_path, dataset, supervision):
+def test_a_curriculum_widens_and_resumes_where_it_was(tmp_path, dataset, supervision):
     stages = {"share": 0.2, "threshold": 0.0, "widen": 2.0, "every_steps": 4}
     config = run_config(
         dataset, training__curriculum=stages, training__supervision=supervision, model__halt_max_steps=3
@@ -92,7 +99,7 @@ def test_a_curriculum_widens_and_goes_on_where_it_was(tmp_path, dataset, supervi
     for stop_at in (3, 10, 20):
         run(config, tmp_path / "parts", max_step=stop_at)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    saved = Run(tmp_path / "whole").checkpoints().newest_good().metadata
+    saved = Run(tmp_path / "whole").checkpoints().newest_intact().metadata
     assert saved["curriculum"]["stage"] == 3  # 0.2, 0.4, 0.8, all
     assert max(saved["slots"]["stage"]) == 3
 
@@ -100,13 +107,13 @@ def test_a_curriculum_widens_and_goes_on_where_it_was(tmp_path, dataset, supervi
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 5])
-def test_the_plan_changes_neither_the_order_nor_what_is_learned(
+def test_the_micro_batch_size_changes_neither_the_order_nor_what_is_learned(
     tmp_path, dataset, supervision, micro_batch_size
 ):
-    for path, size in (("whole", 6), ("cut", micro_batch_size)):
+    for path, size in (("whole", 6), ("split", micro_batch_size)):
         settings = {"training__supervision": supervision, "model__halt_max_steps": 3}
         run(run_config(dataset, plan__micro_batch_size=size, **settings), tmp_path / path, max_step=12)
-    assert_same_up_to_rounding(tmp_path / "whole", tmp_path / "cut")
+    assert_same_up_to_rounding(tmp_path / "whole", tmp_path / "split")
 
 
 @pytest.mark.usefixtures("float64")
@@ -119,7 +126,7 @@ def test_the_plan_may_change_in_the_middle_of_a_run(tmp_path, dataset):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_whole_one(tmp_path, dataset, number):
+def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_complete_one(tmp_path, dataset, number):
     config = run_config(dataset, plan__micro_batch_size=2)
     run(config, tmp_path / "whole")
 
@@ -127,10 +134,10 @@ def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_whole_one(tmp_path, datas
         if facts == "step 8" and done == 2:
             os.kill(os.getpid(), number)
 
-    outcome = run(config, tmp_path / "broken", interrupt)
+    outcome = run(config, tmp_path / "interrupted", interrupt)
     assert (outcome.reason, outcome.step) == ("interrupted", 7)
-    assert run(config, tmp_path / "broken").reason == "max_steps"
-    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    assert run(config, tmp_path / "interrupted").reason == "max_steps"
+    assert_same_run(tmp_path / "whole", tmp_path / "interrupted")
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path, dataset):
@@ -144,7 +151,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path, dataset):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_handlers_are_restored_after_a_run(tmp_path, dataset):
+def test_signal_handlers_are_restored_after_a_run(tmp_path, dataset):
     before = signal.getsignal(signal.SIGINT)
     run(run_config(dataset), tmp_path / "run", max_step=1)
     assert signal.getsignal(signal.SIGINT) is before
@@ -156,12 +163,12 @@ def test_a_run_stops_at_its_target(tmp_path, dataset):
 
 
 @pytest.mark.parametrize("target", [0.0, None])
-def test_an_interrupted_evaluation_comes_again(tmp_path, dataset, target):
+def test_an_interrupted_evaluation_is_repeated(tmp_path, dataset, target):
     """Whether a run stops at its target must not depend on when Ctrl-C was pressed."""
     step = 10 if target is not None else 20
     config = run_config(
         dataset,
-        evaluation={"every_steps": step, "depth": 3, "target_accuracy": target},
+        evaluation={"every_steps": step, "target_accuracy": target},
         plan__micro_batch_size=2,
     )
 
@@ -176,18 +183,18 @@ def test_an_interrupted_evaluation_comes_again(tmp_path, dataset, target):
     assert again.best["step"] == step
 
 
-def test_a_best_of_another_test_is_forgotten(tmp_path, dataset):
-    """An accuracy on other puzzles, or at another depth, is not to be beaten here."""
+def test_a_best_with_other_evaluation_settings_is_not_compared(tmp_path, dataset):
+    """An accuracy on other puzzles, or at another depth, is not comparable."""
     run(run_config(dataset), tmp_path / "run", max_step=10)
-    deeper = run_config(dataset, evaluation={"every_steps": 5, "depth": 4})
+    deeper = run_config(dataset, evaluation__every_steps=5, inference__depth=4)
     outcome = run(deeper, tmp_path / "run", max_step=15)
-    assert (outcome.best["step"], outcome.best["judged_by"]["depth"]) == (15, 4)
+    assert (outcome.best["step"], outcome.best["evaluated_with"]["depth"]) == (15, 4)
 
 
-def test_a_rate_counts_steps_only(tmp_path, dataset):
+def test_evaluations_do_not_count_against_the_throughput(tmp_path, dataset):
     run(run_config(dataset, evaluation__every_steps=1), tmp_path / "run")
-    rows = [row for row in Run(tmp_path / "run").rows() if "loss" in row]
-    evaluations = [row for row in Run(tmp_path / "run").rows() if "evaluation_seconds" in row]
+    rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
+    evaluations = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "eval"]
     assert sum(row["evaluation_seconds"] for row in evaluations) > 0
     assert rows[-1]["step"] == 20
     before_the_last = [row["evaluation_seconds"] for row in evaluations if row["step"] < 20]
@@ -208,38 +215,38 @@ def test_a_finished_run_is_not_trained_again(tmp_path, dataset):
     assert again.best["examples"] == 12
 
 
-def test_metrics_and_events_say_what_happened(tmp_path, dataset):
+def test_metrics_and_events_record_what_happened(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run")
     directory = Run(tmp_path / "run")
-    evaluations = [row for row in directory.rows() if "exact_accuracy" in row]
+    evaluations = [row for row in directory.rows() if row["kind"] == "eval"]
     assert [row["step"] for row in evaluations] == [10, 20]
     assert {"token_accuracy", "halt_accuracy", "mean_steps", "accuracy_by_depth", "seconds"} <= set(
         evaluations[0]
     )
-    assert [row["event"] for row in directory.rows("events.jsonl")] == ["plan", "stopped"]
-    rates = [row["samples_per_second"] for row in directory.rows() if "loss" in row]
+    assert [row["event"] for row in directory.rows(EVENTS)] == ["plan", "stopped"]
+    rates = [row["samples_per_second"] for row in directory.rows() if row["kind"] == "train"]
     assert all(rate > 0 for rate in rates)
     assert directory.rows()[-1]["step"] == 20
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["accumulation_steps"] == 1
 
 
-def test_a_torn_last_line_is_ignored(tmp_path, dataset):
+def test_an_incomplete_last_line_is_ignored(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    whole = len(Run(tmp_path / "run").rows())
+    metrics = tmp_path / "run" / METRICS
+    complete = len(Run(tmp_path / "run").rows())
     metrics.write_text(metrics.read_text() + '{"step": 21, "lo')
-    assert len(Run(tmp_path / "run").rows()) == whole
-    Run(tmp_path / "run").append("metrics.jsonl", {"step": 22})
+    assert len(Run(tmp_path / "run").rows()) == complete
+    Run(tmp_path / "run").append(METRICS, {"step": 22})
     assert Run(tmp_path / "run").rows()[-1] == {"step": 22}
 
 
-def test_another_recipe_in_the_same_directory_is_refused_by_name(tmp_path, dataset):
+def test_another_recipe_in_the_same_directory_is_refused_with_its_difference(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=1)
     with pytest.raises(RunError, match=r"training.learning_rate is 0.5 here and 0.01 in the run"):
         run(run_config(dataset, training__learning_rate=0.5), tmp_path / "run")
 
 
-def test_other_data_are_refused(tmp_path, dataset):
+def test_other_data_is_refused_and_the_run_stays_unchanged(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=1)
     other = sudoku_dataset(tmp_path / "other", train=41)
     before = (tmp_path / "run" / "recipe.yaml").read_text()
@@ -256,7 +263,7 @@ def test_a_recipe_edited_by_hand_is_refused(tmp_path, dataset):
         run(edited, tmp_path / "run")
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_goes_on(tmp_path, dataset):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_resumed(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 3})
     run(config, tmp_path / "whole")
     run(config, tmp_path / "run", max_step=7)
@@ -267,12 +274,12 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_goes_on(tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_set_of_another_task_is_refused_before_anything_is_written(tmp_path, dataset):
+def test_a_dataset_of_another_task_is_refused_before_anything_is_written(tmp_path, dataset):
     other = shutil.copytree(dataset, tmp_path / "set")
     for name in ("train", "test"):
         description = other / name / "dataset.json"
         description.write_text(description.read_text().replace('"vocab_size": 6', '"vocab_size": 12'))
-    with pytest.raises(DataError, match="has 6 tokens; this set has 12"):
+    with pytest.raises(DataError, match="has 6 tokens; this dataset has 12 input tokens and 6 outputs"):
         run(run_config(other), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -283,19 +290,17 @@ def test_a_model_that_cannot_be_allocated_is_an_error_and_leaves_no_run(tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_precision_may_change_when_a_run_goes_on(tmp_path, dataset):
-    """Checked without a product in bfloat16, which kills the process on some machines."""
-    from trm.backends.pytorch.step import learner
-    from trm.tasks.base import open_split
-
+def test_precision_may_change_when_a_run_is_resumed(tmp_path, dataset):
+    """Checked without a bfloat16 operation, which kills the process on some machines."""
     run(run_config(dataset), tmp_path / "run", max_step=1)
-    changed = run_config(dataset, plan={"precision": "bfloat16"})
-    ours = learner(changed.model_in("bfloat16"), changed.training, open_split(dataset, "train").shape, 0)
-    ours.restore(Run(tmp_path / "run").checkpoints().newest_good().load_all())
-    assert ours.latents.dtype == torch.bfloat16
+    config = run_config(dataset)
+    spec = open_split(dataset, "train").spec
+    learner = make_learner(config.model, config.training, spec, precision="bfloat16")
+    learner.load_state(Run(tmp_path / "run").checkpoints().newest_intact().load_all())
+    assert learner.latents.dtype == torch.bfloat16
 
 
-def test_a_directory_that_is_no_run_is_left_alone(tmp_path, dataset):
+def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path, dataset):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("dear")
     with pytest.raises(RunError, match="not empty and not a run"):
@@ -309,7 +314,7 @@ def test_a_path_that_cannot_be_a_directory_is_an_error(tmp_path, dataset):
         run(run_config(dataset), tmp_path / "file" / "run")
 
 
-def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, dataset):
+def test_the_best_checkpoint_is_kept_besides_the_newest_ones(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 2, "keep": 2}, evaluation__every_steps=4)
     run(config, tmp_path / "run")
     manager = Run(tmp_path / "run").checkpoints()
@@ -319,16 +324,65 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, dataset):
     assert manager.best_or_newest().path.name == best
 
 
-def test_a_run_with_a_broken_recipe_is_listed_as_such(tmp_path, dataset):
+def test_a_run_with_an_unreadable_recipe_is_listed_as_unreadable(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=2)
     (tmp_path / "run" / "recipe.yaml").write_bytes(b"\xff")
     (found,) = list_runs(tmp_path)
     assert (found.state, found.step, found.task) == ("unreadable", 2, None)
 
 
-def test_deterministic_mode_trains(tmp_path, dataset):
+def test_deterministic_runs_are_equal_bit_for_bit(tmp_path, dataset):
     config = run_config(dataset, training__deterministic=True, model__puzzle_emb_ndim=8)
     run(config, tmp_path / "a")
     run(config, tmp_path / "b")
     assert_same_run(tmp_path / "a", tmp_path / "b")
     torch.use_deterministic_algorithms(False)
+
+
+def test_a_run_may_become_deterministic_when_it_is_resumed(tmp_path, dataset):
+    """Its plan, which is kept, was made before, and plans of earlier versions do not mention it at all."""
+    run(run_config(dataset), tmp_path / "run", max_step=1)
+    config = run_config(dataset, training__deterministic=True)
+    kept = prepare(config, tmp_path / "run", Recorder()).plan
+    try:
+        train(config, tmp_path / "run", kept, Limits(max_step=2), Recorder())
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert Run(tmp_path / "run").plan.execution.deterministic
+
+
+def test_a_plan_says_that_a_block_is_compiled_only_while_it_is(tmp_path, dataset):
+    """A process starts without it, even if it resumes with the plan of one that had compiled it."""
+    config = run_config(dataset)
+    compiled = plan_of(config).with_execution(compiled_size=6)
+    train(config, tmp_path / "run", compiled, Limits(max_step=1), Recorder())
+    assert Run(tmp_path / "run").plan.execution.compiled_size is None
+
+
+def test_a_start_that_was_killed_before_its_recipe_was_written_can_be_repeated(tmp_path, dataset):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".recipe.yaml.partial").write_text("task: su")
+    assert set_aside(tmp_path / "run") is None
+    assert run(run_config(dataset), tmp_path / "run", max_step=1).step == 1
+
+
+def test_a_resumed_run_records_what_changed_in_its_plan(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=2)
+    display = Recorder()
+    config = run_config(dataset, plan__micro_batch_size=2)
+    train(config, tmp_path / "run", plan_of(config), Limits(max_step=3), display)
+    assert any(text.endswith("after step 2 (micro_batch_size 6 -> 2).") for text in display.messages)
+    (resumed,) = (row for row in Run(tmp_path / "run").rows(EVENTS) if row["event"] == "resumed")
+    assert resumed["changes"] == ["micro_batch_size 6 -> 2"]
+
+
+def test_other_data_is_refused_with_every_difference(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=1)
+    larger = sudoku_dataset(tmp_path / "larger", size=6)
+    with pytest.raises(RunError, match="other data") as refused:
+        run(run_config(larger), tmp_path / "run")
+    assert "spec.vocab_size is 8 here and 6 in the run" in str(refused.value)
+    assert "spec.max_len is 36 here and 16 in the run" in str(refused.value)
+    assert "fingerprint.inputs is" in str(refused.value)
+    assert "trm checkpoint import" in refused.value.hint

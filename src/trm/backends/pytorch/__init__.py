@@ -1,7 +1,18 @@
-"""The PyTorch backend: what `trm.backends.base.Backend` asks for."""
+"""The PyTorch backend: implements `trm.backends.base.Backend`."""
 
-from trm.backends.pytorch.answering import answerer
-from trm.backends.pytorch.memory import estimate_memory, state_bytes
-from trm.backends.pytorch.step import learner, prepare, warm_up
+from trm.backends.pytorch.device import devices, libraries, peak_bytes, prepare, warm_up
+from trm.backends.pytorch.learner import learner
+from trm.backends.pytorch.memory import estimate, state_bytes
+from trm.backends.pytorch.predictor import predictor
 
-__all__ = ["answerer", "estimate_memory", "learner", "prepare", "state_bytes", "warm_up"]
+__all__ = [
+    "devices",
+    "estimate",
+    "learner",
+    "libraries",
+    "peak_bytes",
+    "predictor",
+    "prepare",
+    "state_bytes",
+    "warm_up",
+]

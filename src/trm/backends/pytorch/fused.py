@@ -1,8 +1,8 @@
-"""Three pieces of a layer with gradients written by hand: gated network, residual norm, heads.
+"""Three parts of a layer with gradients written by hand: SwiGLU, residual norm, attention heads.
 
-Automatic differentiation would keep every intermediate result of a layer until the backward pass. These keep
-the inputs of matrix products only, compute the cheap rest again, and write halves where they belong instead
-of putting copies together: about half the memory, and fewer passes over it. Under `torch.compile` the same
+Automatic differentiation keeps every intermediate result of a layer until the backward pass. These functions
+keep only the inputs of matrix products, recompute the cheap rest, and write results in place instead of
+concatenating copies: about half the memory, and fewer passes over it. Under `torch.compile` the same
 functions are traced and fused.
 """
 
@@ -17,32 +17,35 @@ from torch import Tensor
 
 
 def widened(x: Tensor) -> Tensor:
-    """At least float32, for sums and logarithms; float64 stays, so that tests can do without rounding."""
+    """Return at least float32, for sums and logarithms; float64 stays, so that tests can avoid rounding."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# Changes hidden units in place, by a symmetric matrix: then gradients pass through it as they are.
-Share = Callable[[Tensor], Tensor]
+# Changes hidden units in place by a symmetric matrix, so that gradients pass through the same function.
+Pool = Callable[[Tensor], Tensor]
 
 
-class _Gated(torch.autograd.Function):
-    """down(share(silu(gate(x)) * up(x))) over the columns of x (n, width) or, with `dim` 0, its rows."""
+class _SwiGLU(torch.autograd.Function):
+    """down(pool(silu(gate(x)) * up(x))) over the columns of x (n, width) or, with `dim` 0, over its rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dim: int, share: Share) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool) -> Tensor:
         inner = _product(x, gate_up, dim)
-        ctx.dim, ctx.share = dim, share
+        ctx.dim = dim
+        ctx.pool = pool
         ctx.save_for_backward(x, gate_up, down, inner)
         gate, up = inner.chunk(2, dim=dim)
-        return _product(share(F.silu(gate).mul_(up)), down, dim)
+        return _product(pool(F.silu(gate).mul_(up)), down, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (d_out,), (x, gate_up, down, inner), dim = gradients, ctx.saved_tensors, ctx.dim
-        d_product = ctx.share(_product(d_out, down.T, dim))
+        (d_out,) = gradients
+        x, gate_up, down, inner = ctx.saved_tensors
+        dim = ctx.dim
+        d_product = ctx.pool(_product(d_out, down.T, dim))
         gate, up = inner.chunk(2, dim=dim)
         silu = F.silu(gate)
-        d_down = _weight_gradient(d_out, ctx.share(silu * up), dim)
+        d_down = _weight_gradient(d_out, ctx.pool(silu * up), dim)
         d_inner = torch.empty_like(inner)
         d_gate, d_up = d_inner.chunk(2, dim=dim)
         torch.mul(d_product, silu, out=d_up)
@@ -73,15 +76,19 @@ class _AddAndNormalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (d_y,), (y, scale), dim = gradients, ctx.saved_tensors, ctx.dim
-        wide_d, wide_y = widened(d_y), widened(y)
+        (d_y,) = gradients
+        y, scale = ctx.saved_tensors
+        dim = ctx.dim
+        wide_d = widened(d_y)
+        wide_y = widened(y)
         along = (wide_d * wide_y).mean(dim, keepdim=True)
         d_total = torch.addcmul(wide_d, wide_y, along, value=-1).mul_(scale).to(y.dtype)
         return d_total, d_total, None, None
 
 
 class _Heads(torch.autograd.Function):
-    """Query, key and value in one tensor of their own, so that nothing keeps the product; two are rotated."""
+    """Query, key and value in one new tensor, so that nothing keeps the product alive; query and key are
+    rotated."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,7 +101,8 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (d_heads,), (cos, sin) = gradients, ctx.saved_tensors
+        (d_heads,) = gradients
+        cos, sin = ctx.saved_tensors
         count, B, H, L, size = d_heads.shape
         d_qkv = torch.empty(L, B, count, H, size, dtype=d_heads.dtype, device=d_heads.device)
         target = d_qkv.permute(2, 1, 3, 0, 4)
@@ -104,20 +112,22 @@ class _Heads(torch.autograd.Function):
 
 
 def _rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Pairs (i, i + half) turned by the angle of their position, (L, half) each."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    (first, second), (to_first, to_second) = x.chunk(2, dim=-1), target.chunk(2, dim=-1)
+    """Rotate the pairs (i, i + size / 2) by the angle of their position; cos and sin are (L, size / 2)."""
+    cos = cos.to(x.dtype)
+    sin = sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    to_first, to_second = target.chunk(2, dim=-1)
     torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=to_second).addcmul_(first, sin)
 
 
-def _unshared(hidden: Tensor) -> Tensor:
+def _unpooled(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def gated(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, share: Share = _unshared) -> Tensor:
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool = _unpooled) -> Tensor:
     weights = gate_up.to(x.dtype), down.to(x.dtype)
-    result: Tensor = _Gated.apply(x, *weights, dim, share)  # type: ignore[no-untyped-call]
+    result: Tensor = _SwiGLU.apply(x, *weights, dim, pool)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -127,7 +137,7 @@ def add_and_normalize(x: Tensor, change: Tensor, dim: int, eps: float) -> Tensor
 
 
 def split_heads(qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-    """(L, B, 3, H, size) -> (3, B, H, L, size)."""
+    """Turn (L, B, 3, H, size) into (3, B, H, L, size), with query and key rotated if there are angles."""
     if angles is None:
         return qkv.permute(2, 1, 3, 0, 4)
     heads: Tensor = _Heads.apply(qkv, *angles)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""What a supervision step is judged by: every slot counts the same, however many labels it has.
+"""The loss of a supervision step: every slot counts the same, whatever its number of labels.
 
-The head sees labelled positions only, so a classifier is the same model with one labelled position.
+The head is applied to labelled positions only, so a classifier is the same model with one labelled position.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from trm.backends.pytorch.fused import widened
 from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.batch import IGNORE_LABEL, exact_rows
 from trm.config import TrainingConfig
-from trm.tasks.base import IGNORE_LABEL
 
 
 def log_stablemax(logits: Tensor) -> Tensor:
-    """log of s(x) / sum s, with s(x) = x + 1 for x >= 0 and 1 / (1 - x) below.
+    """Return log(s(x) / sum s), with s(x) = x + 1 for x >= 0 and 1 / (1 - x) below.
 
     The clamp keeps the branch that is not taken finite: without it, 1 / (1 - x) at x = 1 puts NaN into
     the gradient in float32.
@@ -28,8 +28,8 @@ def log_stablemax(logits: Tensor) -> Tensor:
     return torch.log(scores) - torch.log(scores.sum(-1, keepdim=True))
 
 
-def beliefs(logits: Tensor, loss: str) -> Tensor:
-    """Probabilities, as the loss understood them."""
+def probabilities(logits: Tensor, loss: str) -> Tensor:
+    """Return the probabilities that the loss was computed with."""
     wide = widened(logits)
     return wide.softmax(-1) if loss == "softmax_cross_entropy" else log_stablemax(wide).exp()
 
@@ -61,9 +61,10 @@ def slot_losses(
         right = (logits.argmax(-1) == labels).long()
         correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
     halt_logits, continue_logits = model.halt_logits(y_LBD).unbind(-1)
-    exact = (correct == counts).to(halt_logits.dtype)
+    exact = exact_rows(correct, counts).to(halt_logits.dtype)
     halt_loss = F.binary_cross_entropy_with_logits(halt_logits, exact, reduction="sum")
     total = per_token.sum() + training.halt_loss_weight * halt_loss
-    # As published: the recursive variants ask whether to halt, the baseline compares halting with going on.
+    # As published: recursive variants halt when the halt logit is positive, the transformer baseline when it
+    # exceeds the continue logit.
     margins = halt_logits - continue_logits if model.config.variant == "transformer" else halt_logits
     return SlotLosses(total, correct, counts, margins.detach())

@@ -1,235 +1,36 @@
 """The Tiny Recursive Model: one small network, applied again and again to its own answer.
 
-Parameter names are those of the public code, so its checkpoints differ from ours by a prefix only.
-Tensors are kept sequence first: the mixer then multiplies along positions, and the channel network along
-the hidden size, without a single transposition.
+Parameter names are those of the reference implementation, so checkpoints differ by a prefix only.
 
-Shapes: L positions (prefix included), B slots, D hidden size, H heads, V output vocabulary,
-K latents (2, or 1 for the variants that carry only one).
+Shapes: L positions (prefix included), B slots, D hidden size, V outputs, K latents (2, or 1 for the variants
+that carry only one).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import reduce
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from macbook_optimization.errors import CheckpointError, ConfigError
-from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.pytorch.fused import add_and_normalize, gated, split_heads, widened
+from trm.backends.pytorch.fused import widened
+from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
 from trm.config import ModelConfig
-from trm.tasks.base import TaskShape
-from trm.tasks.sudoku_puzzles import box_shape
+from trm.tasks.base import DataSpec
 
-# Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the asked one.
-_TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
-
-NEVER = -20.0  # the logit of a token that is no digit, where candidates answer
-
-# Only oneDNN has a fast convolution of single channels, and PyTorch for Apple Silicon comes without it.
-_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-def truncated_normal(*shape: int, std: float, generator: torch.Generator | None) -> Tensor:
-    """Normal, cut at two of its standard deviations before truncation, with `std` after it.
-
-    Without a generator it has a shape and no content: a model of such tensors takes no memory.
-    """
-    if generator is None:
-        return torch.empty(*shape, device="meta")
-    bound = math.erf(math.sqrt(2))
-    uniform = torch.rand(*shape, generator=generator) * (2 * bound) - bound
-    normal = torch.erfinv(uniform) * math.sqrt(2)
-    return normal.clamp(-2, 2) * (std / _TRUNCATED_STD)
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
-class Projection(nn.Module):
-    """A matrix under the name that the public code gives it."""
-
-    def __init__(self, num_in: int, num_out: int, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(truncated_normal(num_out, num_in, std=num_in**-0.5, generator=generator))
+IMPOSSIBLE_LOGIT = -20.0  # of a token that is not a digit, with candidates
 
 
 class Embedding(nn.Module):
-    def __init__(self, num_rows: int, config: ModelConfig, generator: torch.Generator | None) -> None:
+    def __init__(self, num_rows: int, config: ModelConfig, generator: Generator) -> None:
         super().__init__()
         std = config.hidden_size**-0.5
         self.embedding_weight = nn.Parameter(
             truncated_normal(num_rows, config.hidden_size, std=std, generator=generator)
         )
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, width: int, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__()
-        inner = config.inner_width(width)
-        self.gate_up_proj = Projection(width, 2 * inner, generator)
-        self.down_proj = Projection(inner, width, generator)
-
-    def forward(self, x_LBD: Tensor, *, along_positions: bool = False) -> Tensor:
-        L, _, D = x_LBD.shape
-        x = x_LBD.reshape(L, -1) if along_positions else x_LBD.reshape(-1, D)
-        weights = self.gate_up_proj.weight, self.down_proj.weight
-        return gated(x, *weights, dim=0 if along_positions else 1).view_as(x_LBD)
-
-
-def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    frequencies = 1 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, generator)
-        self.o_proj = Projection(config.hidden_size, config.hidden_size, generator)
-
-    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        L, B, D = x_LBD.shape
-        qkv = linear(x_LBD, self.qkv_proj.weight).view(L, B, 3, self.num_heads, D // self.num_heads)
-        query, key, value = split_heads(qkv, angles)  # each (B, H, L, head size)
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        return linear(mixed.permute(2, 0, 1, 3).reshape(L, B, D), self.o_proj.weight)
-
-
-class Nearby(nn.Module):
-    """Every cell of a square grid takes from those around it, each channel with weights of its own."""
-
-    def __init__(self, size: int, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            truncated_normal(config.hidden_size, 1, size, size, std=1 / size, generator=generator)
-        )
-
-    def forward(self, x_LBD: Tensor) -> Tensor:
-        fast = _ONEDNN and x_LBD.dtype == torch.float32
-        return (by_convolution if fast else by_shifts)(x_LBD, self.weight.to(x_LBD.dtype))
-
-
-def by_convolution(x_LBD: Tensor, weight: Tensor) -> Tensor:
-    """Slots and channels lie side by side: one picture with B x D channels, and nothing has to be moved."""
-    L, B, D = x_LBD.shape
-    side = math.isqrt(L)
-    picture = x_LBD.reshape(1, side, side, B * D).permute(0, 3, 1, 2)
-    mixed = F.conv2d(picture, weight.repeat(B, 1, 1, 1), padding=weight.shape[-1] // 2, groups=B * D)
-    return mixed.permute(0, 2, 3, 1).reshape(L, B, D)
-
-
-def by_shifts(x_LBD: Tensor, weight: Tensor) -> Tensor:
-    L, B, D = x_LBD.shape
-    side, size = math.isqrt(L), weight.shape[-1]
-    edge = size // 2
-    padded = F.pad(x_LBD.reshape(side, side, B, D), (0, 0, 0, 0, edge, edge, edge, edge))
-    parts = (
-        padded[row : row + side, column : column + side] * weight[:, 0, row, column]
-        for row in range(size)
-        for column in range(size)
-    )
-    return reduce(torch.add, parts).reshape(L, B, D)
-
-
-class Houses(SwiGLU):
-    """A gated network over candidates, of whose hidden units most are added up over a house of Sudoku.
-
-    A fifth of the units are a candidate's own. The others tell it what all candidates of its row, of its
-    column, of its box (for the same digit) and of its cell (for all digits) say: nine of them, one of which
-    is right. Nothing depends on where a house lies or which digit it is about.
-    """
-
-    def __init__(self, size: int, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__(config.hidden_size, config, generator)
-        self.box = box_shape(size)
-        inner = config.inner_width(config.hidden_size)
-        self.units = inner // 5 // 8 * 8 or inner // 5  # for each kind of house, aligned
-
-    def forward(self, x_LBD: Tensor, *, along_positions: bool = False) -> Tensor:
-        x = x_LBD.reshape(-1, x_LBD.shape[-1])
-        return gated(x, self.gate_up_proj.weight, self.down_proj.weight, 1, self.add_up).view_as(x_LBD)
-
-    def add_up(self, hidden: Tensor) -> Tensor:
-        rows, columns = self.box
-        size = rows * columns
-        # Rows and columns of boxes, each with those in it; digit, slot, unit.
-        grid = hidden.view(columns, rows, rows, columns, size, -1, hidden.shape[-1])
-        for kind, dims in enumerate(((2, 3), (0, 1), (1, 3), (4,))):
-            start = hidden.shape[-1] - (4 - kind) * self.units
-            houses = grid[..., start : start + self.units]
-            houses.copy_(houses.sum(dims, keepdim=True).mul_(size**-0.5).expand_as(houses))
-        return hidden
-
-
-class Layer(nn.Module):
-    """Mix positions, then channels; after each, add and normalise (over what was mixed, as published)."""
-
-    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        if config.mlp_t:
-            self.mlp_t = SwiGLU(num_positions, config, generator)
-        elif config.neighbourhood:
-            self.nearby = Nearby(config.neighbourhood, config, generator)
-        elif config.attention:
-            self.self_attn = Attention(config, generator)
-        self.mlp: SwiGLU
-        if config.candidates:  # mixes both at once
-            self.mlp = Houses(round(num_positions ** (1 / 3)), config, generator)
-        else:
-            self.mlp = SwiGLU(config.hidden_size, config, generator)
-
-    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        if hasattr(self, "mlp_t"):
-            x_LBD = add_and_normalize(x_LBD, self.mlp_t(x_LBD, along_positions=True), 0, self.eps)
-        elif hasattr(self, "nearby"):
-            x_LBD = add_and_normalize(x_LBD, self.nearby(x_LBD), -1, self.eps)
-        elif hasattr(self, "self_attn"):
-            x_LBD = add_and_normalize(x_LBD, self.self_attn(x_LBD, angles), -1, self.eps)
-        return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
-
-
-RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
-
-
-class Level(nn.Module):
-    """`recompute_every` n: of n layers, one keeps only its input for the backward pass, and is computed again
-    there. 0 keeps everything. The gradient is the same to the last bit.
-
-    `compiled` takes the place of the layers for batches of `compiled_size` and `compiled_threads`; any other
-    size or number would be compiled anew, so it stays as it is."""
-
-    recompute_every = 0
-    compiled: Callable[[Tensor, tuple[Tensor, Tensor] | None], Tensor] | None = None
-    compiled_size: int | None = None
-    compiled_threads: int | None = None
-
-    def __init__(self, num_positions: int, config: ModelConfig, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(num_positions, config, generator) for _ in range(config.num_layers))
-
-    def forward(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        now = x_LBD.shape[1], torch.get_num_threads()
-        if self.compiled is not None and now == (self.compiled_size, self.compiled_threads):
-            return self.compiled(x_LBD, angles)
-        return self.through_layers(x_LBD, angles)
-
-    def through_layers(self, x_LBD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.recompute_every and torch.is_grad_enabled() and index % self.recompute_every == 0:
-                x_LBD = checkpoint(layer, x_LBD, angles, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_LBD = layer(x_LBD, angles)
-        return x_LBD
 
 
 class PuzzleEmbedding(nn.Module):
@@ -251,26 +52,41 @@ class HaltHead(nn.Module):
         self.bias = nn.Parameter(torch.full((2,), -5.0))  # hardly ever halt until it is learned
 
 
-def positions(config: ModelConfig, shape: TaskShape) -> int:
-    """Of the latents: the prefix and the cells, or every digit of every cell."""
-    if config.candidates:
-        digits = math.isqrt(shape.seq_len)
-        if shape.seq_len != digits**2 or min(shape.vocab_size, shape.output_vocab_size) < digits:
+def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    frequencies = 1 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def count_positions(config: ModelConfig, data: DataSpec) -> int:
+    """Return the positions of the latents: prefix and tokens, or every digit of every cell.
+
+    Raises `ConfigError` where the mixer needs a grid that the dataset does not have.
+    """
+    layout = data.layout
+    if config.mixer == "candidates":
+        digits = 0 if layout is None or layout.box is None else layout.rows
+        if not digits or min(data.vocab_size, data.num_outputs) < digits:
             raise ConfigError(
-                "model.candidates is for Sudoku, which has as many digits as cells in a row; this dataset "
-                f"has {shape.seq_len} cells and {shape.output_vocab_size} possible answers for each"
+                "model.mixer=candidates is for Sudoku, which has boxes and as many digits as cells in a row; "
+                f"this dataset has {data.max_len} positions and {data.num_outputs} possible answers for each",
+                hint="Use model.mixer=attention.",
             )
-        return shape.seq_len * digits
-    count = config.prefix_len + shape.seq_len
-    if config.neighbourhood and math.isqrt(count) ** 2 != count:
-        raise ConfigError(f"model.neighbourhood is for square grids; {count} cells are none")
+        return data.max_len * digits
+    count = config.prefix_len + data.max_len
+    if config.mixer == "neighbourhood" and math.isqrt(count) ** 2 != count:
+        raise ConfigError(
+            f"model.mixer=neighbourhood is for square grids; {count} positions do not form one",
+            hint="Use model.mixer=attention.",
+        )
     return count
 
 
 def candidate_marks(tokens_LB: Tensor, vocab_size: int) -> Tensor:
-    """(L x digits, B) for every digit of every cell: 0 open, 1 given, 2 another one is given.
+    """Return (L x digits, B) marks per digit of each cell: 0 open, 1 given, 2 another digit is given.
 
-    Digits are the last tokens of a vocabulary."""
+    Digits are the last tokens of the vocabulary.
+    """
     digits = math.isqrt(len(tokens_LB))
     digit_1D1 = torch.arange(vocab_size - digits, vocab_size, device=tokens_LB.device)[None, :, None]
     token_L1B = tokens_LB[:, None]
@@ -280,106 +96,155 @@ def candidate_marks(tokens_LB: Tensor, vocab_size: int) -> Tensor:
 
 class TinyRecursiveModel(nn.Module):
     initial_latents: Tensor
+    rope_cos: Tensor
+    rope_sin: Tensor
 
-    def __init__(self, config: ModelConfig, shape: TaskShape, seed: int | None = 0) -> None:
-        """Without a seed it has no weights, only their shapes."""
+    def __init__(
+        self, config: ModelConfig, data: DataSpec, seed: int | None = 0, precision: str | None = None
+    ) -> None:
+        """Without a seed the model has no weights, only their shapes."""
         super().__init__()
         self.config = config
-        self.shape = shape
+        self.data = data
+        self.precision = precision or config.forward_dtype
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.num_positions = num_positions = positions(config, shape)
-        self.embed_tokens = Embedding(3 if config.candidates else shape.vocab_size, config, generator)
+        self.num_positions = count_positions(config, data)
+        candidates = config.mixer == "candidates"
+        self.embed_tokens = Embedding(3 if candidates else data.vocab_size, config, generator)
         if config.pos_encodings == "learned":
-            self.embed_pos = Embedding(num_positions, config, generator)
+            self.embed_pos = Embedding(self.num_positions, config, generator)
         if config.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(shape.num_puzzle_identifiers, config.puzzle_emb_ndim)
-        self.L_level = Level(num_positions, config, generator)
-        num_scores = 1 if config.candidates else shape.output_vocab_size
-        self.lm_head = Projection(config.hidden_size, num_scores, generator)
+            self.puzzle_emb = PuzzleEmbedding(data.num_puzzle_identifiers, config.puzzle_emb_ndim)
+        self.L_level = Block(self.num_positions, config, data.layout, generator)
+        self.lm_head = Projection(config.hidden_size, 1 if candidates else data.num_outputs, generator)
         self.q_head = HaltHead(config.hidden_size)
         num_latents = 2 if config.variant == "trm" else 1
         initial = truncated_normal(num_latents, config.hidden_size, std=1, generator=generator)
         self.register_buffer("initial_latents", initial)
-        self.angles: tuple[Tensor, Tensor] | None = None
         if config.pos_encodings == "rope":
             head_size = config.hidden_size // config.num_heads
-            cos, sin = rotary_angles(num_positions, head_size, config.rope_theta)
-            self.angles = cos.to(initial.device), sin.to(initial.device)
+            cos, sin = rotary_angles(self.num_positions, head_size, config.rope_theta)
+            self.register_buffer("rope_cos", cos.to(initial.device), persistent=False)
+            self.register_buffer("rope_sin", sin.to(initial.device), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.forward_dtype == "bfloat16" else self.initial_latents.dtype
+        return torch.bfloat16 if self.precision == "bfloat16" else self.initial_latents.dtype
 
-    def start(self, batch_size: int) -> Tensor:
-        """Latents (K, L, B, D) of examples that nobody has thought about yet."""
+    @property
+    def handles_padding(self) -> bool:
+        """Whether rows of different lengths may share a batch."""
+        return self.config.mixer == "attention"
+
+    def start(self, batch_size: int, length: int | None = None) -> Tensor:
+        """Return initial latents (K, L, B, D), for rows of this many tokens."""
         num_latents, hidden_size = self.initial_latents.shape
+        positions = self.num_positions if length is None else self.positions_of(length)
         initial = self.initial_latents.to(self.dtype)[:, None, None, :]
-        return initial.expand(num_latents, self.num_positions, batch_size, hidden_size)
+        return initial.expand(num_latents, positions, batch_size, hidden_size)
 
-    def noise(self, luck: torch.Generator) -> Tensor:
-        """For the first latents of one example."""
-        like = self.start(1)
-        return torch.randn(like.shape, generator=luck).to(like.dtype)
+    def positions_of(self, length: int) -> int:
+        """Return the positions of rows of this many tokens."""
+        return self.num_positions - (self.data.max_len - length)
+
+    def noise(self, generator: torch.Generator, length: int | None = None) -> Tensor:
+        """Draw noise for the initial latents of one example; a shorter row gets a part of the same noise."""
+        full = self.start(1)
+        drawn = torch.randn(full.shape, generator=generator)
+        positions = self.num_positions if length is None else self.positions_of(length)
+        return drawn[:, :positions].to(device=full.device, dtype=full.dtype)
+
+    def angles(self, num_positions: int) -> Angles:
+        if self.config.pos_encodings != "rope":
+            return None
+        return self.rope_cos[:num_positions], self.rope_sin[:num_positions]
 
     def embed(self, inputs_BL: Tensor, puzzle_rows: Tensor | None) -> Tensor:
-        """The question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
+        """Return the question x, (L, B, D); `puzzle_rows` (B, puzzle_emb_ndim) fill the prefix."""
         tokens_LB = inputs_BL.T
-        if self.config.candidates:
-            tokens_LB = candidate_marks(tokens_LB, self.shape.vocab_size)
+        if self.config.mixer == "candidates":
+            tokens_LB = candidate_marks(tokens_LB, self.data.vocab_size)
         x_LBD = F.embedding(tokens_LB, self.embed_tokens.embedding_weight.to(self.dtype))
         if puzzle_rows is not None:
-            prefix_len, hidden_size = self.config.prefix_len, self.config.hidden_size
+            prefix_len = self.config.prefix_len
+            hidden_size = self.config.hidden_size
             padded = F.pad(puzzle_rows, (0, prefix_len * hidden_size - puzzle_rows.shape[1]))
             prefix = padded.view(-1, prefix_len, hidden_size).transpose(0, 1).to(x_LBD.dtype)
             x_LBD = torch.cat((prefix, x_LBD))
-        if self.config.pos_encodings == "learned":  # halves the variance again, so that its scale stays
-            positions = self.embed_pos.embedding_weight.to(x_LBD.dtype)[:, None]
+        if self.config.pos_encodings == "learned":  # the factor keeps the variance of the sum at one
+            positions = self.embed_pos.embedding_weight[: len(x_LBD)].to(x_LBD.dtype)[:, None]
             x_LBD = math.sqrt(0.5) * (x_LBD + positions)
         return math.sqrt(self.config.hidden_size) * x_LBD
 
     def forward(
-        self, inputs_BL: Tensor, puzzle_rows: Tensor | None, latents_KLBD: Tensor, cycles: int
+        self,
+        inputs_BL: Tensor,
+        puzzle_rows: Tensor | None,
+        latents_KLBD: Tensor,
+        cycles: int,
+        padding_BL: Tensor | None = None,
     ) -> Tensor:
-        """Recurse `cycles` times, only the last with gradient. The answer y is the first new latent."""
+        """Recurse `cycles` times, only the last with gradient. The answer y is the first new latent.
+
+        `padding_BL` is true where a row has no token; None if every row is full.
+        """
         x_LBD = self.embed(inputs_BL, puzzle_rows)
+        where = self.angles(len(x_LBD)), self._attended(padding_BL)
         latents = latents_KLBD.unbind(0)
         with torch.no_grad():
             for _ in range(cycles - 1):
-                latents = self._cycle(x_LBD, latents)
-        return torch.stack(self._cycle(x_LBD, latents))
+                latents = self._cycle(x_LBD, latents, *where)
+        return torch.stack(self._cycle(x_LBD, latents, *where))
 
-    def _cycle(self, x_LBD: Tensor, latents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _attended(self, padding_BL: Tensor | None) -> Tensor | None:
+        """Return (B, L) positions that others may attend to: the prefix, and tokens that are not padding."""
+        if padding_BL is None:
+            return None
+        if not self.handles_padding:
+            raise ConfigError(
+                f"model.mixer={self.config.mixer} needs rows of one length, and this dataset has lengths",
+                hint="Use model.mixer=attention.",
+            )
+        return F.pad(~padding_BL, (self.config.prefix_len, 0), value=True)
+
+    def _cycle(
+        self, x_LBD: Tensor, latents: tuple[Tensor, ...], angles: Angles, mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
         if self.config.variant == "transformer":
-            return (self.L_level(latents[0] + x_LBD, self.angles),)
+            return (self.L_level(latents[0] + x_LBD, angles, mask),)
         if self.config.variant == "singlez":
             (z_LBD,) = latents
             for _ in range(self.config.L_cycles):
-                z_LBD = self.L_level(z_LBD + x_LBD, self.angles)
-            return (self.L_level(z_LBD, self.angles),)
+                z_LBD = self.L_level(z_LBD + x_LBD, angles, mask)
+            return (self.L_level(z_LBD, angles, mask),)
         y_LBD, z_LBD = latents
-        question_LBD = y_LBD + x_LBD  # y does not change while z thinks
+        question_LBD = y_LBD + x_LBD  # y does not change while z is updated
         for _ in range(self.config.L_cycles):
-            z_LBD = self.L_level(z_LBD + question_LBD, self.angles)
-        return self.L_level(y_LBD + z_LBD, self.angles), z_LBD
+            z_LBD = self.L_level(z_LBD + question_LBD, angles, mask)
+        return self.L_level(y_LBD + z_LBD, angles, mask), z_LBD
 
     def answer_positions(self, y_LBD: Tensor) -> Tensor:
-        """(B, L, D) without the prefix; (B, cells, digits, D) of candidates."""
-        if self.config.candidates:
-            return y_LBD.view(self.shape.seq_len, -1, *y_LBD.shape[1:]).permute(2, 0, 1, 3)
+        """Return (B, L, D) without the prefix; with candidates (B, cells, digits, D)."""
+        if self.config.mixer == "candidates":
+            return y_LBD.view(self.data.max_len, -1, *y_LBD.shape[1:]).permute(2, 0, 1, 3)
         return y_LBD[self.config.prefix_len :].transpose(0, 1)
 
     def token_logits(self, positions: Tensor) -> Tensor:
         logits = linear(positions, self.lm_head.weight)
-        if self.config.candidates:
+        if self.config.mixer == "candidates":
             scores = logits.squeeze(-1)
-            return F.pad(scores, (self.shape.output_vocab_size - scores.shape[-1], 0), value=NEVER)
+            return F.pad(scores, (self.data.num_outputs - scores.shape[-1], 0), value=IMPOSSIBLE_LOGIT)
         return logits
 
     def halt_logits(self, y_LBD: Tensor) -> Tensor:
-        """(B, 2) from the first position, which is the prefix's where there is one. An answer of candidates
-        is as good as its weakest: the odds of all are put together. The factor lets them grow sooner."""
-        weight, bias = self.q_head.weight.to(y_LBD.dtype), self.q_head.bias.to(y_LBD.dtype)
-        if self.config.candidates:
+        """Return (B, 2) from the first position, which is never padding.
+
+        An answer of candidates is as good as its weakest one, so their odds are combined by a soft minimum.
+        The factor lets the logits grow sooner.
+        """
+        weight = self.q_head.weight.to(y_LBD.dtype)
+        bias = self.q_head.bias.to(y_LBD.dtype)
+        if self.config.mixer == "candidates":
             each = widened(F.linear(y_LBD, math.sqrt(self.config.hidden_size) * weight, bias))
             return math.log(len(each)) - torch.logsumexp(-each, 0)
         return widened(F.linear(y_LBD[0], weight, bias))

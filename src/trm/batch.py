@@ -1,0 +1,70 @@
+"""A batch: the examples of some slots, as arrays.
+
+Row i belongs to slot `slots[i]` of the effective batch. A rank holds the rows of its slots and a micro-batch
+is a slice of them, so what belongs together always travels together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trm.arrays import BoolArray, IntArray
+
+IGNORE_LABEL = -100  # the reference implementation's mark for a position without a label
+PAD_TOKEN = 0
+LENGTH_MULTIPLE = 32  # few different lengths, so that few shapes are allocated, tuned and compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    slots: IntArray  # (n,) global slot ids
+    inputs: IntArray  # (n, L)
+    labels: IntArray  # (n, L), IGNORE_LABEL where there is no label
+    puzzle_identifiers: IntArray  # (n,)
+    fresh: BoolArray  # (n,) slots that start a new example, from the initial latents
+    lengths: IntArray | None = None  # (n,) tokens per row; None: every row is full
+    noise_seeds: IntArray | None = None  # (n,) one per slot, for the noise in its initial latents
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, rows: slice | IntArray | BoolArray) -> Batch:
+        return Batch(
+            slots=self.slots[rows],
+            inputs=self.inputs[rows],
+            labels=self.labels[rows],
+            puzzle_identifiers=self.puzzle_identifiers[rows],
+            fresh=self.fresh[rows],
+            lengths=None if self.lengths is None else self.lengths[rows],
+            noise_seeds=None if self.noise_seeds is None else self.noise_seeds[rows],
+        )
+
+    def trimmed(self, multiple: int = LENGTH_MULTIPLE) -> Batch:
+        """Remove columns beyond the longest row, rounded up to a multiple.
+
+        Rounding keeps the number of different shapes small. A batch without lengths is returned as it is.
+        """
+        if self.lengths is None:
+            return self
+        longest = int(self.lengths.max(initial=1))
+        width = min(self.inputs.shape[1], -(-longest // multiple) * multiple)
+        return replace(self, inputs=self.inputs[:, :width], labels=self.labels[:, :width])
+
+    @property
+    def padding(self) -> BoolArray | None:
+        """(n, L), true where a row has no token; None if every row is full."""
+        if self.lengths is None:
+            return None
+        return np.asarray(np.arange(self.inputs.shape[1]) >= self.lengths[:, None])
+
+
+def exact_rows(correct: Any, labelled: Any) -> Any:
+    """Return which rows have labels and have all of them right, from the two counts per row.
+
+    This is the one definition of an exact answer, for arrays and for the tensors of any backend. A row
+    without labels is not exact.
+    """
+    return (correct == labelled) & (labelled > 0)

@@ -1,0 +1,100 @@
+"""`trm train`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from macbook_optimization.json_types import JsonObject
+from trm.cli.common import PATH, json_option, show
+
+if TYPE_CHECKING:
+    from trm.training.loop import Outcome
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run", "run", type=PATH, help="Run directory [default: runs/RECIPE].")
+@click.option("--fresh", is_flag=True, help="Set an earlier run in that directory aside and start a new one.")
+@click.option(
+    "--max-minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Stop after this many minutes; the same command resumes.",
+)
+@click.option("--max-steps", type=click.IntRange(min=1), help="Stop at this step; the same command resumes.")
+@click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
+@json_option
+def train(
+    recipe: str,
+    overrides: tuple[str, ...],
+    run: Path | None,
+    fresh: bool,
+    fit: bool,
+    max_minutes: float | None,
+    max_steps: int | None,
+    as_json: bool,
+) -> None:
+    """Train RECIPE, a YAML file or the name of a shipped one; an earlier run is resumed.
+
+    KEY=VALUE overrides a recipe key, for example model.hidden_size=256 or plan.threads=1.
+    """
+    from trm.config import load_config
+    from trm.runs.directory import only_trainer
+
+    config = load_config(recipe, overrides)
+    path = run or Path("runs") / Path(recipe).stem
+    with only_trainer(path) as lock:  # before anything that takes time
+        from macbook_optimization.progress_monitoring import ProgressDisplay
+        from trm.training.loop import Limits
+        from trm.training.preparation import prepare
+        from trm.training.supervisor import supervise
+
+        with ProgressDisplay() as display:
+            job = prepare(config, path, display, fresh=fresh, fit=fit)
+        outcome = supervise(job, Limits(max_minutes * 60 if max_minutes else None, max_steps), lock)
+    show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
+    if outcome.reason == "interrupted":
+        sys.exit(130)
+
+
+def _outcome_facts(outcome: Outcome) -> JsonObject:
+    return {
+        "run": str(outcome.run),
+        "reason": outcome.reason,
+        "step": outcome.step,
+        "seconds": outcome.seconds,
+        "best": outcome.best,
+    }
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    from trm.runs.listing import metric_label, primary_metric
+
+    why = {
+        "target": "Reached the target",
+        "max_steps": "Trained all steps",
+        "limit": "Reached the limit of this start",
+        "interrupted": "Stopped",
+    }[outcome.reason]
+    lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
+    if outcome.step == 0:
+        lines = [f"{why} before the first step was finished."]
+    if outcome.reason == "max_steps" and outcome.target and outcome.best:
+        lines.append(f"The target of {outcome.target:.0%} was not reached.")
+    metric = primary_metric(outcome.best or {})
+    if outcome.best and metric:
+        name, value = metric
+        lines.append(
+            f"Best: {metric_label(name)} {value:.1%} on {outcome.best['examples']} unseen examples "
+            f"(step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
+        )
+    lines.append(f"The run is in {outcome.run}.")
+    if outcome.reason == "limit":
+        lines.append("Without that limit, or with a later one, the same command resumes from there.")
+    if outcome.reason == "interrupted":
+        lines.append("The same command resumes from there.")
+    return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""The recipe: everything that decides what is learned, and the settings beside it.
+
+A recipe is YAML. Unknown keys are refused with a suggestion, and every problem in a file is reported at once.
+"""
+
+from trm.config.model import ModelConfig
+from trm.config.parsing import config_from_text, did_you_mean, differences, load_config, parse_section
+from trm.config.recipes import find_recipe, shipped_recipes
+from trm.config.sections import (
+    CheckpointsConfig,
+    CurriculumConfig,
+    DataConfig,
+    EvaluationConfig,
+    InferenceConfig,
+    LimitSettings,
+    LoadingConfig,
+    PlanSettings,
+    RunConfig,
+    TrainingConfig,
+)
+from trm.config.values import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
+
+__all__ = [
+    "CheckpointsConfig",
+    "Count",
+    "CountOrZero",
+    "CurriculumConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "Fraction",
+    "InferenceConfig",
+    "LimitSettings",
+    "LoadingConfig",
+    "ModelConfig",
+    "PlanSettings",
+    "Positive",
+    "PositiveOrZero",
+    "RunConfig",
+    "Section",
+    "TrainingConfig",
+    "config_from_text",
+    "did_you_mean",
+    "differences",
+    "find_recipe",
+    "load_config",
+    "parse_section",
+    "shipped_recipes",
+]

@@ -1,0 +1,298 @@
+"""The sections of a recipe: everything that decides what is learned, and the settings beside it.
+
+`task`, `seed`, `data`, `model` and `training` decide what is learned. `inference`, `evaluation`,
+`checkpoints`, `plan` and `limits` decide how the recipe is run and monitored; they may change whenever a run
+is resumed. Names are those that TRM configurations already use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from macbook_optimization.json_types import JsonMapping, JsonObject
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.config.model import ModelConfig
+from trm.config.renamed import with_current_keys
+from trm.config.values import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    Fraction,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    Section,
+)
+
+
+class CurriculumConfig(Section):
+    """Easy examples first. Training starts with the easiest `share` of the groups and widens whenever enough
+    of the recent examples were answered exactly."""
+
+    share: Annotated[Fraction, Field(gt=0)] = 0.2
+    """Share of the training groups, easiest first, that training starts with."""
+    threshold: Fraction = 0.5
+    """Exact accuracy over `every_steps` steps that widens the curriculum."""
+    widen: Annotated[Positive, Field(gt=1, le=1000)] = 1.5
+    """Factor by which the share grows each time, up to all groups."""
+    every_steps: Count = 50
+    """Steps between two decisions."""
+
+
+class TrainingConfig(Section):
+    """The objective, the optimizer and their schedule."""
+
+    supervision: Literal["deep", "terminal"] = "deep"
+    """`deep` carries latents from step to step, as in the paper; `terminal` takes a new example every step
+    and learns from the last of a random number of recursions."""
+    effective_batch_size: Count = 768
+    """Slots: examples per optimizer step, on all machines together."""
+    max_steps: Count = 10_000
+    """Optimizer steps, and the end of the learning-rate schedule."""
+    optimizer: Literal["adam_atan2", "adamw", "muon"] = "adam_atan2"
+    """Optimizer of all weights except puzzle embeddings; `muon` uses AdamW outside the recursive block."""
+    learning_rate: Rate = 1e-4
+    """Peak learning rate."""
+    lr_min_ratio: Fraction = 1.0
+    """Learning rate at `max_steps` as a share of the peak, reached by a cosine; 1 keeps it constant."""
+    warmup_steps: CountOrZero = 2000
+    """Steps of linear warm-up."""
+    beta1: BelowOne = 0.9
+    """Decay of the first moment."""
+    beta2: BelowOne = 0.95
+    """Decay of the second moment."""
+    weight_decay: Annotated[PositiveOrZero, Field(le=1000)] = 0.1
+    """Decoupled weight decay."""
+    puzzle_emb_lr: BelowOne = 1e-2
+    """Peak learning rate of the puzzle embeddings."""
+    puzzle_emb_weight_decay: Annotated[PositiveOrZero, Field(le=1000)] = 0.1
+    """Weight decay of the puzzle embeddings."""
+    max_grad_norm: Annotated[Positive, Field(le=1e6)] | None = None
+    """Norm to which the gradient is clipped; null for no clipping."""
+    loss: Literal["stablemax_cross_entropy", "softmax_cross_entropy"] = "stablemax_cross_entropy"
+    """Loss per labelled position."""
+    halt_loss_weight: Annotated[PositiveOrZero, Field(le=1000)] = 0.5
+    """Weight of the halting head's loss."""
+    ema: bool = True
+    """Keep an exponential moving average of the weights and use it for inference."""
+    ema_rate: Fraction = 0.999
+    """Decay of the moving average per step."""
+    depths: dict[CountOrZero, Count] = Field(default_factory=lambda: {0: 1})
+    """Terminal supervision: from this step on, the number of recursions is drawn from 1 to this value."""
+    noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0
+    """Standard deviation of noise added to the initial latents of every example."""
+    hints: dict[CountOrZero, Fraction] = Field(default_factory=lambda: {0: 0.0})
+    """From this step on, in this share of the examples, up to half of the answer is given in the input."""
+    curriculum: CurriculumConfig | None = None
+    """Easy examples first; null for all examples from the start."""
+    deterministic: bool = False
+    """Reproduce every bit on the same machine, versions and plan; slower where kernels are not."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("depths", "hints"):
+            if 0 not in getattr(self, name):
+                raise ValueError(f"{name} must have a value for step 0")
+        return self
+
+
+class InferenceConfig(Section):
+    """How a trained model is applied; `trm eval` and `trm predict` read it too."""
+
+    depth: Count = 16
+    """Most supervision steps per example (single recursions after terminal supervision)."""
+    converged_after: Count | None = None
+    """Stop an example when its answer has not changed for this many steps; null to use the full depth."""
+    halt: bool = False
+    """Stop an example when the halting head is confident."""
+    retries: CountOrZero = 0
+    """Retry up to this many times when the halting head is not confident; keep the most confident answer."""
+    noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0
+    """Standard deviation of noise added to the initial latents of every retry."""
+    guesses: CountOrZero = 0
+    """Per retry, fix up to this many of the model's own predictions as givens; the answer must be stable
+    again without them (guess-and-verify)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.retries and not (self.noise or self.guesses):
+            raise ValueError("retries are all the same without noise or guesses")
+        if self.guesses and not self.retries:
+            raise ValueError("guesses are made in retries only, so retries must be 1 or more")
+        if self.guesses and not self.guess_steps:
+            raise ValueError(f"guesses need a depth of more than {2 * self.stable_steps + 1} steps")
+        return self
+
+    @property
+    def stable_steps(self) -> int:
+        """Steps for which an answer found by guessing must not change."""
+        return self.converged_after or 2
+
+    @property
+    def guess_steps(self) -> range:
+        """The steps after which a guess is made, counted from 1.
+
+        They leave time for the answer to become stable after the last guess, and again without guesses.
+        """
+        last = self.depth - (2 * self.stable_steps + 1)
+        every = max(1, last // max(1, self.guesses))
+        return range(every, min(last, self.guesses * every) + 1, every)
+
+
+class EvaluationConfig(Section):
+    """When a run is evaluated on its test split, and when it is good enough."""
+
+    every_steps: Count = 1000
+    """Steps between evaluations."""
+    examples: Count | None = None
+    """Evaluate only this many test examples; null for all."""
+    target_accuracy: Fraction | None = None
+    """Stop training when the task's primary metric reaches this value."""
+
+
+class CheckpointsConfig(Section):
+    """When checkpoints are written, and how many are kept."""
+
+    every_steps: Count | None = None
+    """Steps between checkpoints, in addition to `every_seconds`."""
+    every_seconds: Annotated[Positive, Field(le=1e8)] = 60.0
+    """Seconds between checkpoints; longer where saving takes more than 0.5 % of the time."""
+    keep: Count = 3
+    """Newest checkpoints to keep, besides the best one."""
+    keep_every_hours: Annotated[Positive, Field(le=1e6)] | None = None
+    """Additionally keep one checkpoint per this many hours of training for ever."""
+
+
+class LoadingConfig(Section):
+    """How a dataset is read: held in memory, memory-mapped, or streamed row by row."""
+
+    streaming_threshold_mb: Annotated[PositiveOrZero, Field(le=1e9)] = 200.0
+    """Stream datasets above this size."""
+    cache_threshold_mb: Annotated[PositiveOrZero, Field(le=1e9)] = 100.0
+    """Hold datasets up to this size in memory."""
+    chunk_size_mb: Annotated[Positive, Field(le=1e9)] = 50.0
+    """Memory for rows that were read recently, when streaming."""
+    enable_caching: bool = True
+    """Hold small datasets in memory."""
+    auto_fallback_streaming: bool = True
+    """Stream a smaller dataset too when memory is short."""
+    force_streaming_mode: bool = False
+    """Stream every dataset."""
+
+
+class DataConfig(Section):
+    """Where the dataset is, and how to build it."""
+
+    path: Path
+    """Directory of the dataset."""
+    loading: LoadingConfig = LoadingConfig()
+    """How it is read."""
+    augment: bool = True
+    """Replace every training example by a random symmetric copy, where the task has symmetries."""
+    build: JsonObject | None = None
+    """The task's own options, used to build the dataset when there is none at `path`."""
+
+
+def _checkpointing(value: object) -> object:
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+
+
+class PlanSettings(Section):
+    """What a user may fix about how this machine runs the recipe. What is null is measured."""
+
+    backend: str = "pytorch"
+    """Library that computes."""
+    device: str = "cpu"
+    """Device of the backend that computes."""
+    micro_batch_size: Count | None = None
+    """Examples computed at a time."""
+    threads: Count | None = None
+    """CPU threads."""
+    workers: Count | None = None
+    """Worker threads that share the CPU threads; each takes examples through the whole model."""
+    precision: Literal["float32", "bfloat16", "auto"] | None = None
+    """Precision of activations; `auto` measures which is faster, null takes the recipe's."""
+    gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] | None = None
+    """Layers that are recomputed in the backward pass to save memory: `none`, `alternate` or `all`."""
+    allocator: Literal["system", "compact"] | None = None
+    """`compact` returns freed memory to the system immediately (Linux)."""
+    compile: bool | None = None
+    """Compile one block of layers; null tries it beside a long run and uses it if it is faster."""
+
+
+class LimitSettings(Section):
+    """How much of the machine training may use, and how it reacts to pressure, heat and batteries."""
+
+    memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
+    """Memory budget in MiB; null for a share of what is available."""
+    memory_fraction: Annotated[Positive, Field(le=1)] = 0.8
+    """Share of the available memory to use when there is no limit."""
+    dynamic_batch_sizing: bool = True
+    """Lower the micro-batch size under memory pressure."""
+    memory_pressure_threshold: Annotated[Positive, Field(le=100)] = 90.0
+    """Percentage of memory in use above which the micro-batch size is lowered."""
+    garbage_collection_frequency: Count | None = None
+    """Steps between garbage collections; null collects only when the micro-batch size is lowered."""
+    low_battery_percent: Annotated[PositiveOrZero, Field(le=100)] = 10.0
+    """Save a checkpoint when the battery falls below this percentage."""
+    enable_thermal_monitoring: bool = True
+    """Pause briefly when the machine is too hot."""
+    thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None
+    """Temperature in degrees Celsius that counts as too hot; null relies on what the system reports."""
+    cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
+    """Length of such a pause in seconds."""
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    task: str
+    """Name of a task (`trm data build --help` lists them), or a Python file that defines one."""
+    seed: CountOrZero = 0
+    """Seed of weights, example order, augmentation and noise."""
+    data: DataConfig
+    """The dataset."""
+    model: ModelConfig = ModelConfig()
+    """The network; without this section, sizes are chosen for this machine."""
+    training: TrainingConfig = TrainingConfig()
+    """Objective, optimizer and schedule."""
+    inference: InferenceConfig = InferenceConfig()
+    """How the model is applied."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """When it is evaluated."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """When it is saved."""
+    plan: PlanSettings = PlanSettings()
+    """How this machine runs it."""
+    limits: LimitSettings = LimitSettings()
+    """How much of this machine it may use."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier_keys(cls, tree: object) -> object:
+        return with_current_keys(tree) if isinstance(tree, dict) else tree
+
+    def what_is_learned(self) -> JsonObject:
+        """Return the part that a resumed run must share. Datasets are compared by content, not by path."""
+        learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})
+        learned["data"] = {"augment": self.data.augment}
+        del learned["training"]["deterministic"]
+        if self.training.lr_min_ratio == 1:  # nothing depends on where training ends
+            del learned["training"]["max_steps"]
+        return learned
+
+    @classmethod
+    def learned_with_defaults(cls, learned: JsonMapping) -> JsonObject:
+        """Return what an earlier version saved, with present key names and keys that did not exist then."""
+        try:
+            whole = {**learned, "data": {"path": ".", **learned["data"]}}
+            return cls.model_validate(whole).what_is_learned()
+        except (ValidationError, KeyError, TypeError):  # saved by a newer version: compared as it is
+            return dict(learned)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -1,0 +1,102 @@
+"""From slots to a batch: which examples they hold, read, augmented and completed with hints and noise.
+
+The batch of a step is a pure function of where its slots are and of the step's place in the schedule, so any
+process can compute the rows of any slots. Rows of the next step are read ahead where that takes time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from macbook_optimization.errors import ConfigError
+from trm.arrays import FloatArray, IntArray
+from trm.batch import IGNORE_LABEL, Batch
+from trm.config import CurriculumConfig, RunConfig
+from trm.schedule import value_at
+from trm.slots import Order, Purpose, Slots
+from trm.tasks.base import Task
+from trm.tasks.dataset import Split
+
+
+class Feed:
+    """Batches of one split for one recipe."""
+
+    def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
+        self.config = config
+        self.task = task
+        self.split = split
+        self.order = _order(config, split)
+        self._ahead: tuple[Slots, IntArray, IntArray] | None = None  # slots, examples and puzzles read ahead
+        _check_hints(config, split)
+
+    def batch(self, slots: Slots, step: int) -> Batch:
+        examples, puzzles = self._examples(slots)
+        batch = self.split.batch(examples, self.split.puzzle_identifiers[puzzles].astype(np.int64))
+        batch = replace(batch, slots=slots.ids, fresh=slots.fresh)
+        if self.config.data.augment:
+            batch = self.task.augment(batch, self.order.draws(Purpose.AUGMENT, slots, self.task.num_draws))
+        if share := value_at(self.config.training.hints, step):
+            draws = self.order.draws(Purpose.HINTS, slots, 2 + batch.inputs.shape[1])
+            batch = replace(batch, inputs=with_hints(batch.inputs, batch.labels, draws, share))
+        if self.config.training.noise:
+            batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
+        return batch.trimmed()
+
+    def read_ahead(self, slots: Slots, stage: int) -> None:
+        """Start to read what the step after this one needs at most: a new example in every slot."""
+        if not self.split.reader.reads_ahead:
+            return
+        coming = slots.all_halted().refilled(stage)
+        examples, puzzles = self.order.examples(coming)
+        self._ahead = coming, examples, puzzles
+        self.split.reader.read_ahead(examples)
+
+    def _examples(self, slots: Slots) -> tuple[IntArray, IntArray]:
+        if self._ahead is not None and self._ahead[0].same_examples(slots):
+            return self._ahead[1], self._ahead[2]
+        return self.order.examples(slots)
+
+
+def with_hints(inputs: IntArray, labels: IntArray, draws: FloatArray, share: float) -> IntArray:
+    """Copy up to half of the answer into the input, in this share of the examples.
+
+    A dataset of hard examples has no easy ones to start from; hints make some. The first two draws of a row
+    decide whether it gets hints and how many.
+    """
+    given = np.where(draws[:, :1] < share, draws[:, 1:2] / 2, 0.0)
+    return np.where((draws[:, 2:] < given) & (labels != IGNORE_LABEL), labels, inputs)
+
+
+def _check_hints(config: RunConfig, split: Split) -> None:
+    spec = split.spec
+    if any(config.training.hints.values()) and spec.num_outputs != spec.vocab_size:
+        raise ConfigError(
+            "training.hints copies labels into the input, so labels and inputs must share one vocabulary; "
+            f"this dataset has {spec.vocab_size} input tokens and {spec.num_outputs} outputs",
+            hint="Remove training.hints.",
+        )
+
+
+def _order(config: RunConfig, split: Split) -> Order:
+    order = Order(
+        seed=config.seed,
+        num_slots=config.training.effective_batch_size,
+        group_indices=split.group_indices,
+        puzzle_indices=split.puzzle_indices,
+    )
+    curriculum = config.training.curriculum
+    return order if curriculum is None else _with_curriculum(order, curriculum, split)
+
+
+def _with_curriculum(order: Order, settings: CurriculumConfig, split: Split) -> Order:
+    first_examples = split.puzzle_indices[split.group_indices[:-1]]
+    difficulties = split.difficulties()[first_examples]
+
+    def open_groups(stage: int) -> int:
+        share = min(1.0, settings.share * settings.widen**stage)
+        return max(1, math.ceil(share * len(difficulties)))
+
+    return replace(order, easiest=np.argsort(difficulties, kind="stable"), open_groups=open_groups)

@@ -1,0 +1,1 @@
+"""Applying a trained model: test-time search, and predictions for people."""

@@ -1,0 +1,188 @@
+"""From a run to answers that a person reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from macbook_optimization.checkpoint_files import Checkpoint
+from macbook_optimization.errors import DataError
+from macbook_optimization.hardware_detection import HardwareDetector
+from trm.arrays import IntArray
+from trm.backends.base import Program, load_backend
+from trm.batch import IGNORE_LABEL, Batch
+from trm.config import InferenceConfig, RunConfig
+from trm.inference.search import Search
+from trm.plan import DEFAULT_PLAN, Execution, Plan
+from trm.runs.directory import Run
+from trm.runs.saved_state import check_compatible
+from trm.tasks.base import DataSpec, Interactive, Question, Task
+from trm.tasks.dataset import Split, open_split
+from trm.tasks.registry import load_task
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """The best checkpoint of a run, and what is known of it without loading a backend."""
+
+    config: RunConfig
+    plan: Plan
+    task: Task
+    data: DataSpec
+    checkpoint: Checkpoint
+
+    @property
+    def execution(self) -> Execution:
+        """How this machine applies it: the run's precision, with all of this machine's threads."""
+        threads = self.config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads
+        settings = self.config.plan
+        return Execution(
+            threads=threads,
+            workers=threads,
+            backend=settings.backend,
+            device=settings.device,
+            precision=self.plan.execution.precision,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    question: IntArray  # (L,)
+    answers: IntArray  # (steps, L); the last one converged, or is at full depth
+    confidence: float  # of the halting head in the last answer, 0 to 1
+    problem: str | None  # the first mistake in the last answer
+
+
+def open_model(path: Path) -> TrainedModel:
+    run = Run(path)
+    config = run.config
+    checkpoint = run.checkpoints().best_or_newest()
+    task = load_task(config.task)
+    data = task.complete(check_compatible(checkpoint, config).data_spec())
+    return TrainedModel(config, run.plan or DEFAULT_PLAN, task, data, checkpoint)
+
+
+def load_search(model: TrainedModel, settings: InferenceConfig, execution: Execution | None = None) -> Search:
+    """Load the weights. This takes the seconds that the backend takes to import: validate inputs first."""
+    how = execution or model.execution
+    backend = load_backend(how)
+    backend.prepare(how)
+    weights = model.checkpoint.load("ema" if model.config.training.ema else "weights")
+    predictor = backend.predictor(Program.of(model.config, model.data), how, weights)
+    return Search(predictor, settings, model.data)
+
+
+def until_converged(settings: InferenceConfig, depth: int | None) -> dict[str, int | None]:
+    """Return depth settings for single predictions: exactly `depth` steps, or until the answer converges."""
+    if depth is not None:
+        return {"depth": depth, "converged_after": None}
+    return {"depth": 4 * settings.depth, "converged_after": settings.converged_after or 2}
+
+
+def interactive(model: TrainedModel) -> Interactive:
+    if not isinstance(model.task, Interactive):
+        raise DataError(f"The task {model.task.name} has no questions that can be typed or shown")
+    return model.task
+
+
+def predict(
+    model: TrainedModel, search: Search, questions: Sequence[Question], batch_size: int = 64
+) -> list[Prediction]:
+    """Answer questions in batches; the answers do not depend on how they are batched."""
+    found: list[Prediction] = []
+    task = interactive(model)
+    for start in range(0, len(questions), batch_size):
+        chunk = questions[start : start + batch_size]
+        answers = search.answer(_batch(chunk))
+        for row, question in enumerate(chunk):
+            tokens = answers.tokens[: int(answers.steps[row]), row].astype(np.int64)
+            found.append(
+                Prediction(
+                    question=question.tokens,
+                    answers=tokens,
+                    confidence=(1 + math.tanh(answers.halt_logits[-1, row] / 2)) / 2,
+                    problem=task.verify(question.tokens, tokens[-1], question.label),
+                )
+            )
+    return found
+
+
+def _batch(questions: Sequence[Question]) -> Batch:
+    inputs = np.stack([question.tokens for question in questions])
+    return Batch(
+        slots=np.arange(len(inputs)),
+        inputs=inputs,
+        labels=np.full_like(inputs, IGNORE_LABEL),
+        puzzle_identifiers=np.array([question.identifier for question in questions], dtype=np.int64),
+        fresh=np.ones(len(inputs), dtype=bool),
+    )
+
+
+def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
+    """Open the run's own test split, or another with the same spec."""
+    path = dataset or model.config.data.path
+    try:
+        split = open_split(path, "test")
+    except DataError as error:
+        raise DataError(
+            str(error), hint="Run this where the run was trained, or name a dataset with --data."
+        ) from error
+    if model.task.complete(split.spec) != model.data:
+        raise DataError(f"{path} does not fit the run: {split.spec} instead of {model.data}")
+    return split
+
+
+def question_of_test_set(split: Split, number: int) -> Question:
+    """Return a test example, counted from 0."""
+    if not 0 <= number < len(split):
+        raise DataError(f"There is no test example {number}; there are 0 to {len(split) - 1}")
+    batch = split.batch(np.array([number]))
+    label = batch.labels[0]
+    known = (label != IGNORE_LABEL).any()
+    return Question(batch.inputs[0], int(batch.puzzle_identifiers[0]), label if known else None)
+
+
+def describe(task: Interactive, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:
+    """Render the answer for a person to read; with `steps`, every answer on the way to it."""
+    answers = list(prediction.answers)
+    pictures = [task.show(prediction.question, answers[-1], None, color)]
+    if steps:
+        pairs = zip([None, *answers], answers, strict=False)
+        pictures = [
+            f"step {i}{_what_changed(before, after)}\n" + task.show(prediction.question, after, before, color)
+            for i, (before, after) in enumerate(pairs, start=1)
+        ]
+    verdict = task.verified if prediction.problem is None else f"not solved: {prediction.problem}"
+    summary = f"{verdict} (after {len(answers)} steps)"
+    legend = task.legend(steps, color)
+    return f"{_side_by_side(pictures, width)}\n\n{summary}" + (f"\n{legend}" if legend else "")
+
+
+def _what_changed(before: IntArray | None, after: IntArray) -> str:
+    if before is None:
+        return ""
+    changes = int((before != after).sum())
+    return f": {changes} changed" if changes else ": no change"
+
+
+def _side_by_side(pictures: Sequence[str], width: int) -> str:
+    """Arrange as many pictures per row as the terminal has room for."""
+    blocks = [picture.splitlines() for picture in pictures]
+    widest = max(len(_plain(line)) for block in blocks for line in block) + 4
+    per_row = max(1, width // widest)
+    rows = []
+    for start in range(0, len(blocks), per_row):
+        lines = zip_longest(*blocks[start : start + per_row], fillvalue="")
+        padded = ("".join(cell + " " * (widest - len(_plain(cell))) for cell in line) for line in lines)
+        rows.append("\n".join(line.rstrip() for line in padded))
+    return "\n\n".join(rows)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\033\[[\d;]*m", "", text)

@@ -1,0 +1,1 @@
+"""This machine: what it can do (`trm doctor`) and how fast it trains (`trm bench`)."""

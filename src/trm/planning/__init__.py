@@ -1,0 +1,1 @@
+"""Recipe x this machine -> plan, by measurement."""

@@ -1,0 +1,80 @@
+"""Measurements that are kept for the next start. Deleting them costs a few seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.json_types import JsonMapping, JsonObject
+from macbook_optimization.memory_management import MIB
+from trm.backends.base import Program
+from trm.planning.measurements import Measurements
+
+_SCHEMA = 2  # of what is stored
+
+
+def cache_directory() -> Path:
+    if "TRM_CACHE_DIR" in os.environ:
+        return Path(os.environ["TRM_CACHE_DIR"])
+    default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME", default)) / "macbook-trm"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide about speed and rounding."""
+    packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
+    return {"python": platform.python_version(), **packages}
+
+
+def cache_key(program: Program, hardware: HardwareSpecs, **how: Any) -> str:
+    """Return a hash of everything that memory and speed depend on."""
+    cpu = hardware.cpu
+    facts = {
+        "schema": _SCHEMA,
+        "model": program.model.model_dump(mode="json"),
+        "training": program.training.model_dump(mode="json", exclude={"learning_rate", "max_steps"}),
+        "data": asdict(program.data),
+        "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, hardware.memory.total_memory],
+        "versions": [*versions().values(), version("macbook-trm"), sys.version],
+        "how": how,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def mapped_mib(dataset: Path) -> int:
+    """Return the size of a dataset: mapped files count as memory of the process, as far as they were read."""
+    return sum(file.stat().st_size for file in dataset.glob("*/*.npy")) // MIB
+
+
+def read_cached(file: Path) -> JsonObject | None:
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
+def read_measurements(file: Path) -> Measurements | None:
+    facts = read_cached(file)
+    try:
+        return None if facts is None else Measurements.from_json(facts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_cached(file: Path, facts: JsonMapping) -> None:
+    """Store facts; if that fails, they are only measured again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(facts), encoding="utf-8")
+        partial.replace(file)

@@ -1,0 +1,178 @@
+"""Every event that a run records, with its fields.
+
+Events go to `events.jsonl`, one JSON object per line: `time`, `event` (the name below) and the fields.
+Readers of a run (monitor, report, diagnosis) rely on this list.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from macbook_optimization.json_types import JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    name: ClassVar[str]
+
+    def to_row(self) -> JsonObject:
+        return {"time": time.time(), "event": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChosen(Event):
+    """A plan is in use from here on; the fields are those of the plan."""
+
+    name = "plan"
+    plan: JsonObject
+
+    def to_row(self) -> JsonObject:
+        return {"time": time.time(), "event": self.name, **self.plan}
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    name = "resumed"
+    step: int
+    changes: list[str]  # what differs from when the checkpoint was written
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    name = "stopped"
+    reason: str
+    step: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted(Event):
+    """The supervisor started the trainer again."""
+
+    name = "restarted"
+    cause: str
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported(Event):
+    name = "imported"
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged(Event):
+    """A checkpoint was damaged and set aside."""
+
+    name = "damaged"
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotSaved(Event):
+    name = "not saved"
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAgain(Event):
+    """The first successful save after one that failed."""
+
+    name = "saved again"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSkipped(Event):
+    """The loss or the gradient was NaN or Inf."""
+
+    name = "step skipped"
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack(Event):
+    name = "rolled back"
+    step: int
+    to: int
+    learning_rate_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchChanged(Event):
+    """Memory pressure, or its end, changed the micro-batch size."""
+
+    step: int
+    before: int
+    after: int
+    reason: str
+    returned_bytes: int
+
+    def to_row(self) -> JsonObject:
+        name = "batch shrunk" if self.after < self.before else "batch grown"
+        return {"time": time.time(), "event": name, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class DataMapped(Event):
+    """The dataset is no longer held in memory."""
+
+    name = "data mapped"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageCollectionStopped(Event):
+    """A requested garbage collection returned nothing, so there will be no more."""
+
+    name = "garbage collection returns nothing"
+    step: int
+    returned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrows(Event):
+    """The resident memory grew steadily: possibly a leak."""
+
+    name = "memory grows"
+    leak: JsonObject
+
+    def to_row(self) -> JsonObject:
+        return {"time": time.time(), "event": self.name, **self.leak}
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadsChanged(Event):
+    name = "threads"
+    step: int
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTried(Event):
+    name = "compiled"
+    step: int
+    gain: float | None  # measured speed relative to the uncompiled block
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CoolingBreak(Event):
+    name = "cooling break"
+    reason: str
+    seconds: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowBattery(Event):
+    name = "low battery"
+    percent: float
+    step: int

@@ -1,0 +1,80 @@
+"""Reading the JSON lines of a run: all of them, the last one, or those that are new."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trm.runs.rows import Row, kind_of
+
+_TAIL_BYTES = 1 << 16
+
+
+def read_rows(path: Path) -> list[Row]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return _parse(content)
+
+
+def read_last_row(path: Path) -> Row | None:
+    """Return the last complete row, reading only the end of the file: more only if that row is very long."""
+    tail_bytes = _TAIL_BYTES
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - tail_bytes))
+                rows = _parse(file.read())
+                if rows or tail_bytes >= size:
+                    return rows[-1] if rows else None
+                tail_bytes *= 8
+    except FileNotFoundError:
+        return None
+
+
+@dataclass
+class Follower:
+    """Reads what was appended since the last call. It never blocks and never writes.
+
+    A file that does not exist yet is empty; one that became shorter or was replaced is read from its start,
+    so a follower survives restarts of the run.
+    """
+
+    paths: tuple[Path, ...]
+    _offsets: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode, bytes read
+
+    def read(self) -> list[Row]:
+        """Return new rows in the order of the files, each with its `kind`: train, eval or event."""
+        return [{"kind": kind_of(row), **row} for path in self.paths for row in self._new_rows(path)]
+
+    def _new_rows(self, path: Path) -> list[Row]:
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                inode, offset = self._offsets.get(path, (status.st_ino, 0))
+                if inode != status.st_ino or offset > status.st_size:
+                    offset = 0
+                file.seek(offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        complete = content[: content.rfind(b"\n") + 1]  # the last line may still be being written
+        self._offsets[path] = (status.st_ino, offset + len(complete))
+        return _parse(complete)
+
+
+def _parse(content: bytes) -> list[Row]:
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    return [row for line in lines if (row := _parse_line(line)) is not None]
+
+
+def _parse_line(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

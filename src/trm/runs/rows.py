@@ -1,0 +1,63 @@
+"""The rows of `metrics.jsonl`: one kind for training, one for evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from macbook_optimization.json_types import JsonMapping, JsonObject
+
+Row = JsonObject  # as read from a file, of this or an earlier version
+Kind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """Averages over the steps since the last row."""
+
+    step: int
+    seconds: float  # of training, over all starts of the run
+    loss: float
+    grad_norm: float
+    samples_per_second: float
+    learning_rate: float
+    micro_batch_size: int
+    train_token_accuracy: float
+    train_exact_accuracy: float
+    rss_bytes: int
+    cpu_percent: float
+
+    def to_json(self) -> Row:
+        return {"kind": "train", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """One evaluation on the test split."""
+
+    step: int
+    seconds: float
+    examples: int
+    metrics: Mapping[str, float]  # the scorer's scalars
+    tables: Mapping[str, list[list[float]]]
+    mean_steps: float
+    accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
+    evaluation_seconds: float
+
+    def to_json(self) -> Row:
+        """Return a flat row; the scalars are entries of their own."""
+        facts = asdict(self)
+        metrics = facts.pop("metrics")
+        tables = facts.pop("tables")
+        return {"kind": "eval", **metrics, **facts, **({"tables": tables} if tables else {})}
+
+
+def kind_of(row: JsonMapping) -> str:
+    """Return the kind of a row; earlier versions wrote none."""
+    kind = row.get("kind")
+    if isinstance(kind, str):
+        return kind
+    if "event" in row:
+        return "event"
+    return "train" if "samples_per_second" in row else "eval"

@@ -1,0 +1,149 @@
+"""What a run writes down and shows: metric rows, events, files and messages.
+
+Nothing here may stop training. Rows that a full disk refuses wait in memory until there is room.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import psutil
+
+from macbook_optimization.errors import RunError
+from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.performance_reporting import MemoryLeakDetector
+from trm.backends.base import StepResult
+from trm.config import RunConfig
+from trm.display import Display
+from trm.plan import Plan
+from trm.runs.directory import EVENTS, METRICS, Run
+from trm.runs.events import Event, MemoryGrows, PlanChosen
+from trm.runs.rows import EvalRow, TrainRow
+
+ROW_SECONDS = 1.0  # of training per row
+
+
+@dataclass
+class RunLog:
+    """Writes a run's metrics and events, and shows messages and progress."""
+
+    run: Run
+    display: Display
+    _waiting: deque[tuple[str, JsonMapping]] = field(default_factory=lambda: deque(maxlen=10_000))
+    _warned: bool = False
+
+    def message(self, text: str) -> None:
+        self.display.message(text)
+
+    def event(self, event: Event) -> None:
+        self._append(EVENTS, event.to_row())
+
+    def row(self, row: TrainRow | EvalRow) -> None:
+        self._append(METRICS, row.to_json())
+
+    def plan(self, plan: Plan) -> None:
+        """Record the plan: the file has the newest one, the events have the history."""
+        self.write("plan.json", json.dumps(plan.to_json(), indent=2))
+        self.event(PlanChosen(plan.to_json()))
+
+    def write(self, name: str, text: str) -> None:
+        try:
+            self.run.write(name, text)
+        except RunError as error:
+            self._warn(error)
+
+    def _append(self, name: str, row: JsonMapping) -> None:
+        self._waiting.append((name, row))
+        try:
+            while self._waiting:
+                self.run.append(*self._waiting[0])
+                self._waiting.popleft()
+            self._warned = False
+        except RunError as error:
+            self._warn(error)
+
+    def _warn(self, error: RunError) -> None:
+        if not self._warned:
+            self.message(f"warning: {error}. Training continues.")
+        self._warned = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How a step was run. Evaluations and saves do not count against the throughput."""
+
+    step: int
+    step_seconds: float  # of this step
+    total_seconds: float  # of training so far
+    learning_rate: float
+    micro_batch_size: int
+
+
+class StepMetrics:
+    """Averages over the steps since the last row, written about once per second."""
+
+    def __init__(self, log: RunLog, every_seconds: float = ROW_SECONDS) -> None:
+        self.log = log
+        self.every_seconds = every_seconds
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first call only starts the measurement
+        self.leaks = MemoryLeakDetector()
+        self.results: list[StepResult] = []
+        self.timing: StepTiming | None = None
+        self.step_seconds = 0.0
+        self.loss = 0.0
+        self.samples_per_second = 0.0
+
+    def add(self, result: StepResult, timing: StepTiming) -> None:
+        self.results.append(result)
+        self.timing = timing
+        self.step_seconds += timing.step_seconds
+        self.loss = float(np.mean([each.loss for each in self.results]))
+        self.samples_per_second = sum(len(each.exact) for each in self.results) / self.step_seconds
+        if self.step_seconds >= self.every_seconds:
+            self.write()
+
+    def write(self) -> None:
+        if not self.results or self.timing is None:
+            return
+        row = TrainRow(
+            step=self.timing.step,
+            seconds=self.timing.total_seconds,
+            loss=self.loss,
+            grad_norm=self.results[-1].grad_norm,
+            samples_per_second=self.samples_per_second,
+            learning_rate=self.timing.learning_rate,
+            micro_batch_size=self.timing.micro_batch_size,
+            train_token_accuracy=float(np.mean([each.token_accuracy for each in self.results])),
+            train_exact_accuracy=float(np.mean([each.exact.mean() for each in self.results])),
+            rss_bytes=self.process.memory_info().rss,
+            cpu_percent=self.process.cpu_percent(),
+        )
+        self.log.row(row)
+        leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)
+        if leak is not None:
+            self.log.event(MemoryGrows(asdict(leak)))
+        self.results = []
+        self.step_seconds = 0.0
+
+
+def show_plan(display: Display, config: RunConfig, plan: Plan) -> None:
+    """Show what was chosen and why, and how long training will take."""
+    display.message("Plan: " + "\n      ".join(plan.explain()))
+    if plan.samples_per_second is not None:
+        seconds = config.training.effective_batch_size / plan.samples_per_second
+        steps = config.training.max_steps
+        display.message(
+            f"A step takes about {_duration(seconds)} on quiet cores; all {steps} steps would take "
+            f"{_duration(seconds * steps)}, evaluations excluded."
+        )
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds * 1000:.0f} ms"

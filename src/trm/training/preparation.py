@@ -1,0 +1,122 @@
+"""Everything before the first step that needs no backend: data, checks, hardware, plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
+from macbook_optimization.performance_reporting import available_cores
+from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
+from trm.config import RunConfig, differences
+from trm.display import Display
+from trm.plan import Plan
+from trm.planning.fitting import fitted, too_large
+from trm.planning.planner import Planner
+from trm.runs.directory import Run, open_run, set_aside
+from trm.tasks.base import Task
+from trm.tasks.registry import TASK_NAMES, load_task
+from trm.training.log import show_plan
+from trm.training.start import Digests, data_manager, open_splits
+from trm.training.state import PLAN_FACTS
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to be supervised."""
+
+    config: RunConfig
+    run: Run
+    plan: Plan
+    planner: Planner
+    verified: Digests  # of the splits, so that the trainer need not verify them again
+
+
+def prepare(
+    config: RunConfig, path: Path, display: Display, *, fresh: bool = False, fit: bool = False
+) -> Job:
+    task = load_task(config.task)
+    if config.data.build is not None:
+        task.check_options(config.data.build)  # even where nothing is built
+    build_if_missing(config, task, display)
+    train_split, test_split = open_splits(config, task)
+    reading = data_manager(config).analyze_dataset_requirements(config.data.path)
+    if reading.recommended_strategy != "memory":
+        display.message(f"Data: {reading.recommended_strategy}. {reading.reason}")
+    if fresh and (aside := set_aside(path)):
+        display.message(f"The earlier run is now {aside}.")
+    hardware = HardwareDetector().detect(with_torch=False)
+    config = _with_model(config, path, hardware, display)
+    config = _as_fitted(config, path, display) if fit else config
+    planner = Planner(config, task.complete(train_split.spec), hardware, display)
+    run = open_run(path, planner.config)
+    planner = fitted(planner) if fit else planner
+    plan = _earlier_plan(run, planner) or (None if fit else planner.without_probe()) or planner.choose()
+    if plan is None:
+        raise too_large(planner)
+    _show(plan, planner, display)
+    verified = {"train": train_split.digests, "test": test_split.digests}
+    return Job(planner.config, run, plan, planner, verified)
+
+
+def _show(plan: Plan, planner: Planner, display: Display) -> None:
+    for warning in plan.warnings:
+        display.message(f"warning: {warning}")
+    if plan.provisional:
+        display.message("Tuning: the first steps try different batch sizes and thread counts.")
+    else:
+        show_plan(display, planner.config, plan)
+
+
+def _earlier_plan(run: Run, planner: Planner) -> Plan | None:
+    """Keep the plan of a deterministic run: another micro-batch size or thread count changes rounding."""
+    config = planner.config
+    plan = run.plan
+    if not config.training.deterministic or plan is None or plan.provisional:
+        return None
+    facts = plan.to_json()
+    by_hand = {name: getattr(config.plan, name) for name in ("backend", "device", *PLAN_FACTS)}
+    kept = all(value in (None, facts[name]) for name, value in by_hand.items())
+    fits = plan.execution.threads <= planner.hardware.cpu.compute_threads
+    if plan.predicted_peak_bytes is not None:
+        fits = fits and plan.predicted_peak_bytes <= planner.budget.resident_bytes
+    return plan if kept and fits else None
+
+
+def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
+    if config.data.build is not None and not config.data.path.exists():
+        display.message(f"There is no {config.data.path} yet; building it.")
+        jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
+        task.build(config.data.build, config.data.path, display.update, jobs)
+
+
+def _with_model(config: RunConfig, path: Path, hardware: HardwareSpecs, display: Display) -> RunConfig:
+    """Give a recipe without a model the size for this machine, or the one that its run already has."""
+    if "model" in config.model_fields_set:
+        return config
+    if (path / "recipe.yaml").exists():
+        return config.model_copy(update={"model": Run(path).config.model})
+    sizes = TrainingConfigAdapter(hardware).adapt_model_config({})
+    chosen = ", ".join(f"{name} {value:g}" for name, value in sizes.items())
+    profile = profile_for(hardware.memory.total_memory).name
+    display.message(f"The recipe has no model section; for this machine ({profile} profile): {chosen}.")
+    return config.model_copy(update={"model": config.model.model_copy(update=sizes)})
+
+
+def _as_fitted(config: RunConfig, path: Path, display: Display) -> RunConfig:
+    """Keep the sizes that --fit chose when this run began, whatever is free now."""
+    if not (path / "recipe.yaml").exists():
+        return config
+    before = Run(path).config
+    model = {name: getattr(before.model, name) for name in ("hidden_size", "num_heads", "puzzle_emb_ndim")}
+    training = {name: getattr(before.training, name) for name in ("effective_batch_size", "learning_rate")}
+    fitted_before = config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "training": config.training.model_copy(update=training),
+        }
+    )
+    changed = differences(fitted_before.what_is_learned(), config.what_is_learned())
+    if changed:
+        display.message(f"{path} keeps the sizes it was fitted to:\n  " + "\n  ".join(changed))
+    return fitted_before

@@ -1,0 +1,213 @@
+"""How a run reacts to the machine: memory pressure, heat, batteries and busy cores.
+
+Monitors run in threads and only take readings. Every reaction happens in the loop, at a step or micro-batch
+boundary, and none of them changes what is learned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+from macbook_optimization.errors import AllocationFailed
+from macbook_optimization.memory_management import (
+    MIB,
+    Adjustment,
+    MemoryManager,
+    MemoryMonitor,
+    PressureSettings,
+)
+from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, RunningClock
+from trm.config import LimitSettings, RunConfig
+from trm.plan import Plan
+from trm.runs.events import (
+    DataMapped,
+    GarbageCollectionStopped,
+    MicroBatchChanged,
+    ThreadsChanged,
+)
+from trm.training.log import RunLog
+
+
+class MemoryControl:
+    """The micro-batch size of the moment: the plan's, or less while the machine has no room for it."""
+
+    def __init__(self, config: RunConfig, plan: Plan, log: RunLog, release: Callable[[], bool]) -> None:
+        limits = config.limits
+        self.log = log
+        self.release = release  # frees memory that is held for speed only
+        self.monitor = MemoryMonitor()
+        self.collect_every = limits.garbage_collection_frequency
+        self.pressure = PressureSettings(
+            # A different micro-batch size changes rounding, so it is fixed in deterministic mode.
+            dynamic=limits.dynamic_batch_sizing and not config.training.deterministic,
+            shrink_above_percent=limits.memory_pressure_threshold,
+            grow_below_percent=limits.memory_pressure_threshold - 10,
+        )
+        self.apply(plan)
+
+    def apply(self, plan: Plan) -> None:
+        self.manager = MemoryManager(
+            batch_size=plan.micro_batch_size,
+            largest=plan.micro_batch_size,
+            model=plan.memory,
+            budget_bytes=plan.budget_bytes,
+            settings=self.pressure,
+        )
+
+    def micro_batch_size(self, step: int) -> int:
+        """Return the size for the next micro-batch, after a reaction to new readings."""
+        stats = self.monitor.latest
+        self.monitor.latest = None
+        if stats is not None and (adjustment := self.manager.react(stats)) is not None:
+            self._report(adjustment, step)
+        return self.manager.batch_size
+
+    def make_room(self, step: int) -> None:
+        """Lower the size after a failed allocation; raise `AllocationFailed` if it is already 1."""
+        adjustment = self.manager.after_failed_allocation()
+        if adjustment is None:
+            raise AllocationFailed(torn=False)
+        self._report(adjustment, step)
+
+    def _report(self, adjustment: Adjustment, step: int) -> None:
+        if adjustment.after < adjustment.before and self.release():
+            self.log.event(DataMapped(step, adjustment.reason))
+            self.log.message(f"The dataset is no longer held in memory: {adjustment.reason}.")
+        self.log.event(MicroBatchChanged(step=step, **asdict(adjustment)))
+        self.log.message(
+            f"The micro-batch size is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
+        )
+
+    def collect_garbage(self, step: int) -> None:
+        """Collect as often as the user requests, as long as it returns something."""
+        if self.collect_every is None or step % self.collect_every:
+            return
+        returned = self.manager.force_garbage_collection()
+        if returned < MIB:
+            self.collect_every = None
+            self.log.event(GarbageCollectionStopped(step, returned))
+
+
+class PowerControl:
+    """When to save because the machine may switch off, and when to let it cool."""
+
+    PAUSE_INTERVAL_SECONDS = 60.0  # a pause of a few seconds per minute costs little
+
+    def __init__(self, limits: LimitSettings, monitor: PowerMonitor) -> None:
+        self.limits = limits
+        self.monitor = monitor
+        self.saved_at_percent = limits.low_battery_percent
+        self.cooled_at: float | None = None
+
+    def battery_fell(self) -> float | None:
+        """Return the percentage each time the battery is low and has fallen by one."""
+        power = self.monitor.power
+        if power is None or not power.on_battery or power.battery_percent is None:
+            self.saved_at_percent = self.limits.low_battery_percent
+            return None
+        percent = math.floor(power.battery_percent)  # some systems report fractions
+        if percent >= self.saved_at_percent:
+            return None
+        self.saved_at_percent = percent
+        return percent
+
+    def too_hot(self) -> str | None:
+        """Return why a pause is due, if one is."""
+        thermal = self.monitor.thermal
+        now = time.monotonic()
+        if not self.limits.enable_thermal_monitoring or thermal is None:
+            return None
+        if self.cooled_at is not None and now - self.cooled_at < self.PAUSE_INTERVAL_SECONDS:
+            return None
+        limit = self.limits.thermal_throttle_threshold
+        if limit is not None and thermal.temperature is not None and thermal.temperature > limit:
+            return f"the processor is at {thermal.temperature:.0f} °C, above {limit:g}"
+        if limit is None and thermal.is_throttling:
+            return "the system throttles the processor"
+        self.cooled_at = None
+        return None
+
+    def cool(self, check: Callable[[], None]) -> None:
+        end = time.monotonic() + self.limits.cooling_delay_seconds
+        while (left := end - time.monotonic()) > 0:
+            check()
+            time.sleep(min(0.2, left))
+        self.cooled_at = time.monotonic()
+
+
+class ThreadControl:
+    """Falls back to one thread while other processes occupy the cores.
+
+    Threads that share every product wait for the slowest of them each time. Workers need no such reaction, as
+    they meet once per step.
+    """
+
+    INTERVAL_SECONDS = 5.0
+
+    def __init__(self, config: RunConfig, plan: Plan, log: RunLog) -> None:
+        self.deterministic = config.training.deterministic
+        self.log = log
+        self.load = CpuLoad()
+        self.checked_at = time.monotonic()
+        self.threads = plan.execution.threads
+        self.apply(plan)
+
+    def apply(self, plan: Plan) -> None:
+        how = plan.execution
+        separate = 1 < how.workers <= plan.micro_batch_size
+        # A different number of threads changes rounding; a compiled block is made for one number of them.
+        fixed = separate or self.deterministic or how.compiled_size is not None
+        self.pool = 1 if fixed else how.threads  # threads that share every product
+        self.threads = how.threads
+
+    def restart(self) -> None:
+        """Measure the load anew, because the steps until now used other numbers of threads."""
+        self.load = CpuLoad()
+        self.checked_at = time.monotonic()
+
+    def after_step(self, step: int) -> int | None:
+        """Return a new number of threads, if it should change."""
+        if self.pool == 1 or time.monotonic() - self.checked_at < self.INTERVAL_SECONDS:
+            return None
+        self.checked_at = time.monotonic()
+        load = self.load.read()
+        free = load.cores - load.other_cores
+        if self.threads > 1 and free < self.pool - 0.5:
+            reason = f"other programs keep {load.other_cores:.1f} of {load.cores} cores busy"
+            return self._change(1, reason, step)
+        if self.threads == 1 and free > self.pool - 0.25:
+            return self._change(self.pool, "the cores are free again", step)
+        return None
+
+    def _change(self, threads: int, reason: str, step: int) -> int:
+        self.log.event(ThreadsChanged(step, self.threads, threads, reason))
+        self.log.message(f"Threads: {threads} instead of {self.threads}, as {reason}.")
+        self.threads = threads
+        return threads
+
+
+class Resources:
+    """Memory, power and threads behind one object; its monitors run while it is open."""
+
+    def __init__(self, config: RunConfig, plan: Plan, log: RunLog, release: Callable[[], bool]) -> None:
+        self.memory = MemoryControl(config, plan, log, release)
+        self.power = PowerControl(config.limits, PowerMonitor())
+        self.threads = ThreadControl(config, plan, log)
+        self.clock = RunningClock()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for monitor in (self.memory.monitor, self.power.monitor, self.clock):
+            self._open.enter_context(monitor)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()

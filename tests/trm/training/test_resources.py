@@ -1,0 +1,344 @@
+"""How a run reacts to the machine: battery, heat, busy cores, memory, and pauses of the process."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import wait_for
+from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
+
+from macbook_optimization.errors import AllocationFailed, NonFiniteError
+from macbook_optimization.hardware_detection import PowerSpecs
+from macbook_optimization.resource_monitoring import LoadReading, PowerMonitor, RunningClock, ThermalState
+from trm.config import LimitSettings
+from trm.runs.directory import EVENTS, Run
+from trm.training import resources
+from trm.training.log import RunLog
+from trm.training.loop import Limits, Trainer
+from trm.training.resources import MemoryControl, PowerControl, Resources, ThreadControl
+from trm.training.start import train
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return sudoku_dataset(tmp_path_factory.mktemp("data") / "set")
+
+
+def events(path, *names):
+    return [row for row in Run(path).rows(EVENTS) if row["event"] in names]
+
+
+# Battery and heat
+
+
+def monitor_with(percent, on_battery=True):
+    monitor = PowerMonitor()
+    monitor.power = PowerSpecs(on_battery, percent)
+    return monitor
+
+
+def test_a_low_battery_causes_a_save_each_time_that_it_falls():
+    control = PowerControl(LimitSettings(), monitor_with(50))
+    seen = []
+    readings = [(11, True), (9, True), (9, True), (8, True), (8, False), (9, True), (None, None)]
+    for percent, on_battery in readings:
+        fraction = percent and percent + 0.3  # Linux reports fractions
+        control.monitor.power = PowerSpecs(on_battery, fraction)
+        seen.append(control.battery_fell())
+    assert seen == [None, 9, None, 8, None, 9, None]
+
+
+@pytest.mark.parametrize(
+    ("limit", "thermal", "hot"),
+    [
+        (None, ThermalState(True, 60.0, None, None), True),
+        (None, ThermalState(False, 99.0, None, None), False),
+        (85.0, ThermalState(None, 86.0, None, None), True),
+        (85.0, ThermalState(None, 84.0, None, None), False),
+        (85.0, ThermalState(None, None, "nominal", None), False),
+    ],
+)
+def test_too_hot_is_decided_by_the_user_s_limit_or_else_by_the_system(limit, thermal, hot):
+    control = PowerControl(LimitSettings(thermal_throttle_threshold=limit), monitor_with(50))
+    control.monitor.thermal = thermal
+    assert (control.too_hot() is not None) == hot
+    control.limits = LimitSettings(thermal_throttle_threshold=limit, enable_thermal_monitoring=False)
+    assert control.too_hot() is None
+
+
+class Hot(PowerMonitor):
+    def sample(self):
+        self.power = PowerSpecs(True, 5.0)
+        self.thermal = ThermalState(True, 101.0, None, None)
+
+
+def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(resources, "PowerMonitor", Hot)
+    config = run_config(
+        dataset,
+        limits={"cooling_delay_seconds": 0.1},
+        evaluation__every_steps=100,
+        training__max_steps=200,
+    )
+    display = Recorder()
+    train(config, tmp_path / "run", plan_of(config), Limits(), display)
+    (low,) = events(tmp_path / "run", "low battery")
+    (pause,) = events(tmp_path / "run", "cooling break")  # at most once per minute
+    assert low["percent"] == 5.0
+    assert pause["reason"] == "the system throttles the processor"
+    assert pause["seconds"] == 0.1
+    assert any("The battery is at 5 %; saving." in text for text in display.messages)
+    assert (tmp_path / "run" / "checkpoints" / f"step-{pause['step']:08d}").is_dir()
+
+
+# Threads
+
+
+class Load:
+    """Readings of two cores: how many are busy, and how many of these with this process."""
+
+    def __init__(self, *readings):
+        self.readings = list(readings)
+
+    def read(self):
+        busy, own = self.readings.pop(0)
+        return LoadReading(cores=2, own_cores=own, other_cores=busy - own)
+
+
+def thread_control(tmp_path, dataset, plan, load):
+    control = ThreadControl(run_config(dataset), plan, RunLog(Run(tmp_path), Recorder()))
+    control.load = load
+    return control
+
+
+def shared_threads(dataset, **changes):
+    """Return a plan whose two threads share every product."""
+    plan = plan_of(run_config(dataset))
+    size = changes.pop("micro_batch_size", plan.micro_batch_size)
+    execution = replace(plan.execution, **{"threads": 2, "workers": 1, **changes})
+    return replace(plan, execution=execution, micro_batch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [2, 1, 1, 1, 2, 2]),
+        ({"workers": 2}, [2] * 6),
+        ({"workers": 2, "micro_batch_size": 1}, [2, 1, 1, 1, 2, 2]),  # too few examples for two workers
+        ({"threads": 1}, [1] * 6),
+        ({"compiled_size": 6}, [2] * 6),
+    ],
+)
+def test_shared_threads_are_reduced_while_other_programs_are_busy(tmp_path, dataset, changes, expected):
+    plan = shared_threads(dataset, **changes)
+    load = Load((2.0, 1.9), (2.0, 1.3), (2.0, 1.0), (1.8, 1.4), (1.1, 1.0), (2.0, 1.9))
+    control = thread_control(tmp_path, dataset, plan, load)
+    threads = [plan.execution.threads]
+    seen = []
+    for _ in range(6):
+        control.checked_at -= ThreadControl.INTERVAL_SECONDS
+        if (changed := control.after_step(step=7)) is not None:
+            threads.append(changed)
+        seen.append(threads[-1])
+    assert seen == expected
+    assert len(events(tmp_path, "threads")) == len(threads) - 1 == len(control.log.display.messages)
+
+
+def test_a_compiled_block_runs_with_the_threads_that_it_was_compiled_for(tmp_path, dataset):
+    """Even if the child process that compiled it had occupied a core."""
+    plan = shared_threads(dataset)
+    control = thread_control(tmp_path, dataset, plan, Load((2.0, 0.5)))
+    control.checked_at -= ThreadControl.INTERVAL_SECONDS
+    assert control.after_step(step=7) == 1
+    compiled = plan.with_execution(compiled_size=6)
+    control.apply(compiled)
+    assert control.threads == compiled.execution.threads == 2
+    control.checked_at -= ThreadControl.INTERVAL_SECONDS
+    assert control.after_step(step=8) is None
+
+
+# Memory
+
+
+def memory_control(tmp_path, dataset, plan, release=lambda: False, **changes):
+    log = RunLog(Run(tmp_path), Recorder())
+    return MemoryControl(run_config(dataset, **changes), plan, log, release)
+
+
+def test_a_failed_allocation_halves_the_micro_batch_until_nothing_is_smaller(tmp_path, dataset):
+    control = memory_control(tmp_path, dataset, plan_of(run_config(dataset)))
+    sizes = []
+    for _ in range(2):
+        control.make_room(step=3)
+        sizes.append(control.micro_batch_size(step=3))
+    assert sizes == [3, 1]
+    with pytest.raises(AllocationFailed):
+        control.make_room(step=3)
+    assert [row["after"] for row in events(tmp_path, "batch shrunk")] == [3, 1]
+
+
+def test_a_dataset_that_is_held_in_memory_is_released_with_the_first_reduction(tmp_path, dataset):
+    releases = [True, False]
+    control = memory_control(tmp_path, dataset, plan_of(run_config(dataset)), lambda: releases.pop(0))
+    control.make_room(step=3)
+    control.make_room(step=4)
+    assert [row["step"] for row in events(tmp_path, "data mapped")] == [3]
+    assert "The dataset is no longer held in memory" in control.log.display.messages[0]
+
+
+def test_requested_garbage_collection_stops_when_it_returns_nothing(tmp_path, dataset):
+    plan = plan_of(run_config(dataset))
+    control = memory_control(tmp_path, dataset, plan, limits={"garbage_collection_frequency": 2})
+    returned = [5 * 2**20, 100]
+    control.manager.collect = lambda: returned.pop(0)
+    for step in range(1, 9):
+        control.collect_garbage(step)
+    (stopped,) = events(tmp_path, "garbage collection returns nothing")
+    assert (stopped["step"], stopped["returned_bytes"]) == (4, 100)
+
+
+# A new plan, which a running trainer adopts
+
+
+class Learner:
+    def __init__(self):
+        self.executions = []
+
+    def reconfigure(self, execution):
+        self.executions.append(execution)
+
+
+def trainer_with(tmp_path, dataset, plan, tuner=None):
+    """Return a trainer that has only what it needs to change its plan."""
+    config = run_config(dataset)
+    log = RunLog(Run(tmp_path), Recorder())
+    return Trainer(
+        state=SimpleNamespace(plan=plan, learner=Learner(), step=3),
+        checkpointer=None,
+        best=None,
+        resources=Resources(config, plan, log, lambda: False),
+        tuner=tuner,
+        log=log,
+        evaluator=SimpleNamespace(evaluated=0),
+    )
+
+
+def test_a_compiled_block_that_is_known_when_tuning_ends_gets_the_tuned_micro_batch_size(tmp_path, dataset):
+    """The last trial had another size, for which nothing was compiled."""
+    trial = shared_threads(dataset, micro_batch_size=2)
+    trainer = trainer_with(tmp_path, dataset, trial)
+    trainer._use(shared_threads(dataset, micro_batch_size=6, compiled_size=6))
+    assert trainer.resources.memory.micro_batch_size(step=3) == 6
+
+
+def test_a_compiled_block_does_not_undo_a_reduction_of_the_micro_batch(tmp_path, dataset):
+    plan = shared_threads(dataset)
+    trainer = trainer_with(tmp_path, dataset, plan)
+    trainer.resources.memory.make_room(step=3)
+    trainer._use(plan.with_execution(compiled_size=6))
+    assert trainer.resources.memory.micro_batch_size(step=3) == 3
+
+
+def test_the_load_is_measured_anew_after_tuning(tmp_path, dataset):
+    """Trials used other numbers of threads, so what they left unused must not count as other programs."""
+    plan = shared_threads(dataset)
+    tuner = SimpleNamespace(after_step=lambda *arguments: plan, warmup=None)
+    trainer = trainer_with(tmp_path, dataset, plan, tuner)
+    control = trainer.resources.threads
+    control.load = Load((2.0, 0.5))  # the average over the trials: half a core of ours
+    control.checked_at -= ThreadControl.INTERVAL_SECONDS
+    trainer._adapt(0.1, Limits())
+    tuner.after_step = lambda *arguments: None
+    trainer._adapt(0.1, Limits())
+    assert events(tmp_path, "threads") == []
+    assert control.threads == 2
+
+
+def test_after_a_rollback_the_thread_control_agrees_with_the_learner(tmp_path, dataset, monkeypatch):
+    """A rollback configures the learner as planned, also while other programs had reduced its threads."""
+    plan = shared_threads(dataset)
+    trainer = trainer_with(tmp_path, dataset, plan)
+    control = trainer.resources.threads
+    control.load = Load((2.0, 0.5), (2.0, 0.5))
+    control.checked_at -= ThreadControl.INTERVAL_SECONDS
+    assert control.after_step(step=3) == 1
+    monkeypatch.setattr("trm.training.recovery.roll_back", lambda *arguments: None)
+    trainer._roll_back(NonFiniteError("The loss is nan."))
+    assert control.threads == 2
+    control.checked_at -= ThreadControl.INTERVAL_SECONDS
+    assert control.after_step(step=4) == 1, "the other programs are still busy"
+
+
+# Pauses
+
+
+def test_a_pause_of_the_process_is_not_training_time(tmp_path, dataset, monkeypatch):
+    """A time limit does not end a run because the lid was closed, and a resumed run does not count it."""
+    paused_seconds = 0.0
+
+    class Clock(RunningClock):
+        def __init__(self):
+            super().__init__(clock=lambda: time.monotonic() + paused_seconds)
+
+        def start_monitoring(self, interval=0.01):  # as the thread of a process that continues ticks at once
+            super().start_monitoring(interval)
+
+    monkeypatch.setattr(resources, "RunningClock", Clock)
+
+    def pause(facts, done):
+        nonlocal paused_seconds
+        if facts.startswith("loss") and done == 5:
+            paused_seconds = 10_000.0
+            time.sleep(0.1)
+
+    outcome = run(run_config(dataset), tmp_path / "run", pause, max_seconds=1000)
+    assert outcome.reason == "max_steps"
+    assert 0 < outcome.seconds < 1000
+    assert max(row["seconds"] for row in Run(tmp_path / "run").rows()) < 1000
+    rates = [row["samples_per_second"] for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
+    assert 0.1 < min(rates) <= max(rates) < 1e6
+    assert Run(tmp_path / "run").checkpoints().newest_intact().metadata["seconds"] < 1000
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_by_a_signal_does_not_train_meanwhile(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr(resources, "RunningClock", partial(RunningClock, pause_seconds=1.0))
+    config = run_config(dataset, training__max_steps=10**6, evaluation__every_steps=10**6)
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        outcome = run(config, tmp_path / "run", max_seconds=1.5)
+        os._exit(0 if outcome.reason == "limit" and outcome.seconds < 2.5 else 1)
+    wait_for(lambda: (tmp_path / "run" / "plan.json").exists())
+    time.sleep(0.5)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert time.monotonic() - started > 4
+
+
+# A step that does not fit
+
+
+def test_a_step_that_does_not_fit_is_repeated_with_smaller_micro_batches(tmp_path, dataset, monkeypatch):
+    """The allocator refuses more than two examples at a time."""
+    from trm.backends.pytorch.model import TinyRecursiveModel
+
+    forward = TinyRecursiveModel.forward
+
+    def starved(self, inputs, *more):
+        if len(inputs) > 2 and torch.is_grad_enabled():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return forward(self, inputs, *more)
+
+    monkeypatch.setattr(TinyRecursiveModel, "forward", starved)
+    run(run_config(dataset), tmp_path / "starved")
+    shrunk = events(tmp_path / "starved", "batch shrunk")
+    assert [(row["before"], row["after"]) for row in shrunk] == [(6, 3), (3, 1)]
+    assert Run(tmp_path / "starved").checkpoints().newest_intact().step == 20
