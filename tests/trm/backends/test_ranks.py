@@ -111,7 +111,7 @@ def test_a_single_process_owns_every_slot_and_adds_nothing():
 @pytest.mark.parametrize("variant", ["mixer", "attention, rotary"])
 def test_all_ranks_have_the_same_weights_to_the_last_bit(shares, supervision, variant):
     ranks = ranks_of(shares, **setup_of(supervision, variant, max_grad_norm=1.0))
-    for step, batch in steps_of(4):
+    for step, batch in steps_of(3):
         results = together(ranks, partial(take_step, batch=batch, step=step))
         assert len({(result.loss, result.grad_norm, result.token_accuracy) for result in results}) == 1
     for other in ranks[1:]:
@@ -119,8 +119,10 @@ def test_all_ranks_have_the_same_weights_to_the_last_bit(shares, supervision, va
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("optimizer", ["adam_atan2", "adamw", "muon"])
+@pytest.mark.parametrize(
+    ("shares", "optimizer"),
+    [*((shares, "adam_atan2") for shares in SHARES), ((1, 2, 3), "adamw"), ((1, 2, 3), "muon")],
+)
 def test_ranks_learn_what_one_process_learns_with_terminal_supervision(shares, optimizer):
     setup = setup_of("terminal", optimizer=optimizer)
     single, ranks = make_learner(**setup), ranks_of(shares, **setup)
@@ -133,8 +135,14 @@ def test_ranks_learn_what_one_process_learns_with_terminal_supervision(shares, o
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("variant", ["mixer", "attention, learned positions", "transformer"])
+@pytest.mark.parametrize(
+    ("shares", "variant"),
+    [
+        *((shares, "attention, learned positions") for shares in SHARES),
+        ((1, 2, 3), "mixer"),
+        ((1, 2, 3), "transformer"),
+    ],
+)
 def test_ranks_make_the_step_of_one_process_with_deep_supervision(shares, variant):
     """From a common state: a trajectory of deep supervision amplifies rounding."""
     setup = setup_of("deep", variant)
