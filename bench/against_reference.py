@@ -30,7 +30,7 @@ from macbook_optimization.cpu_optimization import environment, time_products
 from macbook_optimization.memory_management import peak_bytes
 from macbook_optimization.units import MIB
 from trm.backends.base import Learner, SingleProcess, StepSettings, load_backend
-from trm.backends.flops import flops_per_sample
+from trm.backends.sizes import flops_per_sample
 from trm.batch import Batch
 from trm.machine.benchmark import random_batch
 from trm.plan import Execution

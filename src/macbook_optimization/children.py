@@ -37,6 +37,7 @@ _OOM_PHRASES = (
     "map segment",
     "bad_alloc",
     "returned NULL without setting",
+    "error return without exception set",
     "Resource temporarily unavailable",
 )
 _NOT_OOM_SIGNALS = (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -79,7 +79,7 @@ def memory_budget(memory: MemorySpecs, limit_mb: float | None = None, fraction: 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     address_space = None if limit == resource.RLIM_INFINITY else limit
     if limit_mb is not None:
-        return Budget(int(limit_mb * MIB), address_space, f"plan.memory_limit_mb is {limit_mb:g}")
+        return Budget(int(limit_mb * MIB), address_space, f"limits.memory_limit_mb is {limit_mb:g}")
     inside = f" inside {memory.limited_by}" if memory.limited_by else ""
     reason = f"{fraction:.0%} of the {memory.available_memory / MIB:,.0f} MiB available{inside}"
     return Budget(int(fraction * memory.available_memory), address_space, reason)

@@ -75,7 +75,7 @@ def plan_batches(
         needed = math.ceil(memory.needed_bytes() / MIB)
         raise MemoryBudgetError(
             f"One example at a time needs {needed} MiB, but the budget is {budget_bytes // MIB} MiB.",
-            hint=f"Close other programs, or raise the limit: plan.memory_limit_mb={needed}",
+            hint=f"Close other programs, or raise the limit: limits.memory_limit_mb={needed}",
         )
     steps = math.ceil(effective_batch_size / min(largest, at_most or largest))
     return BatchPlan(math.ceil(effective_batch_size / steps), steps)

@@ -1,4 +1,4 @@
-"""What long work reports to: messages, and how far it is. `ProgressDisplay` implements it."""
+"""The interface for progress and messages of long operations. `ProgressDisplay` implements it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from trm.config import RunConfig
 from trm.plan import Execution
 from trm.runs.directory import Run, begin, open_run
 from trm.runs.events import Imported
-from trm.runs.saved_state import SavedState, check_compatible, saved_spec
+from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.slots import Slots
 from trm.tasks.base import DataSpec
 from trm.tasks.dataset import open_split
@@ -31,7 +31,7 @@ def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: boo
     theirs = _weights_of_run(source) if source.is_dir() else _weights_of_file(source, config)
     spec = _spec(config)
     program = Program.of(config, spec)
-    execution = Execution()
+    execution = Execution(backend=config.plan.backend, device=config.plan.device)
     learner = load_backend(execution).learner(program, execution, SingleProcess(program.num_slots))
     run = open_run(path, config)
     groups = learner.state()
@@ -39,7 +39,7 @@ def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: boo
     learner.load_state({**groups, "weights": weights, **({"ema": weights} if "ema" in groups else {})})
     state = {
         "recipe": config.what_is_learned(),
-        "spec": saved_spec(spec),
+        "spec": SavedSpec.of(spec),
         "data": None,  # nothing has been learned from a dataset that we know
         "slots": Slots.new(program.num_slots).to_lists(),
     }

@@ -31,6 +31,8 @@ class Feed:
         self.order = _order(config, split)
         self._ahead: tuple[Slots, IntArray, IntArray] | None = None  # slots, examples and puzzles read ahead
         _check_hints(config, split)
+        if split.lengths is not None:
+            config.model.require_padding()
 
     def batch(self, slots: Slots, step: int) -> Batch:
         examples, puzzles = self._examples(slots)
@@ -43,7 +45,7 @@ class Feed:
             batch = replace(batch, inputs=with_hints(batch.inputs, batch.labels, draws, share))
         if self.config.training.noise:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
-        return batch.trimmed()
+        return batch
 
     def read_ahead(self, slots: Slots, stage: int) -> None:
         """Start to read what the step after this one needs at most: a new example in every slot."""

@@ -7,6 +7,7 @@ reason for every choice. A run directory stores its plan, so both are plain valu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
@@ -32,9 +33,10 @@ class Execution:
     deterministic: bool = False
     compiled_size: int | None = None  # micro-batch size that one block is compiled for; None: not compiled
 
-    @property
-    def parallelism(self) -> tuple[int, int]:
-        return self.threads, self.workers
+
+def useful_workers(threads: int) -> int:
+    """Return as many workers as threads; one on macOS, where Accelerate uses threads of its own in each."""
+    return 1 if sys.platform == "darwin" else threads
 
 
 _EXECUTION_FIELDS = tuple(each.name for each in fields(Execution))

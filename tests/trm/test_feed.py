@@ -40,7 +40,7 @@ def write_rows(directory, spec, lengths):
     )
     with DatasetWriter(directory, {}) as writer:
         for name in ("train", "test"):
-            writer.split(name, spec).add_examples(tokens, tokens, lengths=np.array(lengths))
+            writer.split(name, spec, 0).add_examples(tokens, tokens, lengths=np.array(lengths))
     return directory, tokens
 
 
@@ -77,11 +77,16 @@ def test_a_batch_is_as_wide_as_its_longest_row_rounded_up(tmp_path):
     spec = DataSpec(max_len=80, vocab_size=9, num_outputs=9)
     lengths = [1, 20, 32, 33, 60, 80]
     path, tokens = write_rows(tmp_path / "rows", spec, lengths)
-    config = run_config(path, data={"path": str(path), "augment": False}, training__effective_batch_size=1)
+    config = run_config(
+        path,
+        data={"path": str(path), "augment": False},
+        model__mixer="attention",
+        training__effective_batch_size=1,
+    )
     feed = Feed(config, TASK, open_split(path, "train"))
     widths = {}
     for k in range(6):
-        batch = feed.batch(replace(Slots.new(1).refilled(), k=np.array([k])), 1)
+        batch = feed.batch(replace(Slots.new(1).refilled(), k=np.array([k])), 1).trimmed()
         length = int(batch.lengths[0])
         widths[length] = batch.inputs.shape[1]
         row = tokens[lengths.index(length), :length]
@@ -100,6 +105,7 @@ def test_hints_are_given_at_labelled_positions_only(tmp_path):
     config = run_config(
         path,
         data={"path": str(path), "augment": False},
+        model__mixer="attention",
         training__effective_batch_size=40,
         training__hints={0: 1.0},
     )
@@ -117,6 +123,12 @@ def test_hints_need_one_vocabulary_for_inputs_and_labels(tmp_path, hints):
     path, _ = write_rows(tmp_path / "rows", spec, [4, 4])
     split = open_split(path, "train")
     with pytest.raises(ConfigError, match=r"training\.hints.*9 input tokens and 5 outputs") as refused:
-        Feed(run_config(path, training__hints=hints), TASK, split)
+        Feed(run_config(path, model__mixer="attention", training__hints=hints), TASK, split)
     assert "training.hints" in refused.value.hint
-    Feed(run_config(path, training__hints={0: 0.0}), TASK, split)
+    Feed(run_config(path, model__mixer="attention", training__hints={0: 0.0}), TASK, split)
+
+
+def test_a_mixer_that_needs_rows_of_one_length_is_refused_before_the_first_step(tmp_path):
+    path, _ = write_rows(tmp_path / "rows", DataSpec(max_len=4, vocab_size=9, num_outputs=9), [2, 4])
+    with pytest.raises(ConfigError, match=r"model\.mixer=mlp needs rows of one length"):
+        Feed(run_config(path), TASK, open_split(path, "train"))

@@ -1,1 +1,1 @@
-"""What carries out a training step; `base` says what that means, one package per framework does it."""
+"""Backends: the libraries that compute. `base` defines the interface; each framework has one package."""

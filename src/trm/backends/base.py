@@ -106,6 +106,7 @@ class StepResult:
     grad_norm: float
     token_accuracy: float
     exact: BoolArray  # (n,) per slot of the batch
+    num_exact: int  # slots of all ranks that were answered exactly
     halt_margins: Float32Array  # (n,) positive where the slot wants to halt
 
 
@@ -119,14 +120,17 @@ class StepOutput:
 
 
 class Predictor(Protocol):
-    """The recursion without gradients. It knows single steps; `trm.inference.search` decides what follows."""
+    """The recursion without gradients, step by step; `trm.inference.search` decides what follows."""
 
     def begin(self, batch: Batch, noise: float = 0.0, noise_seed: int = 0) -> None:
         """Start from the initial latents, with the same noise for every row if there is any."""
         ...
 
     def advance(self, rows: IntArray, inputs: IntArray, *, probabilities: bool = False) -> StepOutput:
-        """Take these rows of the batch through one more step, with these inputs."""
+        """Take these rows of the batch through one more step, with these inputs.
+
+        Rows are in ascending order, and a subset of those of the previous call.
+        """
         ...
 
 
@@ -164,10 +168,6 @@ class Backend(Protocol):
 
     def devices(self) -> tuple[str, ...]:
         """List the devices that work on this machine."""
-        ...
-
-    def libraries(self) -> tuple[str, ...]:
-        """List the Python packages whose versions decide about speed and rounding."""
         ...
 
     def prepare(self, execution: Execution) -> None:

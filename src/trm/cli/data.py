@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,7 @@ from pathlib import Path
 import click
 
 from macbook_optimization.errors import DataError
-from trm.cli.common import PATH, json_option, show
-
-Command = Callable[..., None]
+from trm.cli.common import PATH, Command, json_option, show, with_options
 
 
 @click.group()
@@ -30,12 +28,6 @@ output_options = (
     click.option("--jobs", type=click.IntRange(1, 256), help="Number of processes [default: one per core]."),
     json_option,
 )
-
-
-def with_options(command: Command, options: Iterable[Callable[[Command], Command]]) -> Command:
-    for option in reversed(list(options)):
-        command = option(command)
-    return command
 
 
 def grid_options(command: Command) -> Command:

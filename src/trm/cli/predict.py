@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from trm.arrays import IntArray
     from trm.inference.predict import Prediction, TrainedModel
     from trm.tasks.base import Interactive, Question
-
-_BATCH = 64  # questions from standard input that are answered together
 
 
 @click.command()
@@ -69,12 +66,11 @@ def predict(
     execution = model.execution
     set_environment(execution.threads)
     search = load_search(model, settings, execution)
-    for chunk in _chunks(questions):
-        for question, prediction in zip(chunk, predict_all(model, search, chunk), strict=True):
-            if png or gif:
-                _draw(model, question, prediction.answers, png, gif)
-            text = describe(task, prediction, steps=steps, color=color, width=width)
-            show(_facts(task, prediction), as_json, text)
+    for question, prediction in zip(questions, predict_all(model, search, questions), strict=True):
+        if png or gif:
+            _draw(model, question, prediction.answers, png, gif)
+        text = describe(task, prediction, steps=steps, color=color, width=width)
+        show(_facts(task, prediction), as_json, text)
 
 
 def _questions(
@@ -101,11 +97,6 @@ def _read(task: Interactive, model: TrainedModel, source: bytes, number: int) ->
         return task.read(source, model.data)
     except DataError as error:
         raise DataError(f"Puzzle {number}: {error}", hint=error.hint) from error
-
-
-def _chunks(questions: list[Question]) -> Iterator[list[Question]]:
-    for start in range(0, len(questions), _BATCH):
-        yield questions[start : start + _BATCH]
 
 
 def _draw(

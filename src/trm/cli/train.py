@@ -77,7 +77,7 @@ def _outcome_text(outcome: Outcome) -> str:
     why = {
         "target": "Reached the target",
         "max_steps": "Trained all steps",
-        "limit": "Reached the limit of this start",
+        "limit": "Reached --max-minutes or --max-steps",
         "interrupted": "Stopped",
     }[outcome.reason]
     lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]

@@ -4,7 +4,7 @@ A recipe is YAML. Unknown keys are refused with a suggestion, and every problem 
 """
 
 from trm.config.model import ModelConfig
-from trm.config.parsing import config_from_text, did_you_mean, differences, load_config, parse_section
+from trm.config.parsing import config_from_text, differences, load_config, parse_section
 from trm.config.recipes import find_recipe, shipped_recipes
 from trm.config.sections import (
     CheckpointsConfig,
@@ -18,7 +18,7 @@ from trm.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from trm.config.values import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
+from trm.config.values import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section, did_you_mean
 
 __all__ = [
     "CheckpointsConfig",

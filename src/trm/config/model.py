@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from macbook_optimization.errors import ConfigError
 from trm.config.renamed import model_with_mixer
 from trm.config.values import Count, CountOrZero, Fraction, Positive, Rate, Section
 
@@ -35,7 +36,7 @@ class ModelConfig(Section):
     L_cycles: Count = 6
     """Updates of z per recursion."""
     expansion: Annotated[Positive, Field(le=64)] = 4.0
-    """Inner width of the SwiGLU networks, as a multiple of their width (two thirds of it are used)."""
+    """Inner width of the SwiGLU networks, as a multiple of their width (two thirds of it is used)."""
     mixer: Mixer = "attention"
     """How positions exchange information: `attention`, `mlp` (a network over all positions), `neighbourhood`
     (a convolution over a square grid), or `candidates` (Sudoku: one latent per digit and cell, pooled over
@@ -56,11 +57,11 @@ class ModelConfig(Section):
     """Inner widths are rounded up to a multiple of this; 256 as in the reference implementation, 32 suits
     small models."""
     halt_max_steps: Count = 16
-    """Most supervision steps per example in deep supervision."""
+    """Maximum number of supervision steps per example in deep supervision."""
     halt_exploration_prob: Fraction = 0.1
     """Probability that a slot may not halt before a drawn number of supervision steps."""
     forward_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of activations that the recipe asks for; `plan.precision` overrides it."""
+    """Precision of activations requested by the recipe; `plan.precision` overrides it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,6 +74,14 @@ class ModelConfig(Section):
         if self.puzzle_emb_ndim == 0:
             return 0
         return self.puzzle_emb_len or -(-self.puzzle_emb_ndim // self.hidden_size)
+
+    def require_padding(self) -> None:
+        """Raise `ConfigError` if rows of different lengths cannot share a batch."""
+        if self.mixer != "attention":
+            raise ConfigError(
+                f"model.mixer={self.mixer} needs rows of one length, and this dataset has lengths",
+                hint="Use model.mixer=attention.",
+            )
 
     @property
     def cycles_per_step(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from macbook_optimization.json_types import JsonMapping
 from trm.config.recipes import find_recipe
 from trm.config.renamed import Tree, with_current_keys
 from trm.config.sections import RunConfig
-from trm.config.values import Section
+from trm.config.values import Section, did_you_mean
 
 S = TypeVar("S", bound=Section)
 
@@ -138,8 +137,3 @@ def _fields_at(section: type[BaseModel], parents: Sequence[Any]) -> list[str]:
             return []
         section = annotation
     return list(section.model_fields)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from macbook_optimization.errors import ConfigError
+from trm.config.values import did_you_mean
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -23,9 +23,7 @@ def find_recipe(recipe: str) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
-    close = difflib.get_close_matches(recipe, shipped, n=1)
-    suggestion = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"There is no recipe {recipe!r}{suggestion}",
+        f"There is no recipe {recipe!r}{did_you_mean(recipe, shipped)}",
         hint=f"Give a YAML file or one of: {', '.join(shipped)}",
     )

@@ -90,7 +90,7 @@ class TrainingConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Easy examples first; null for all examples from the start."""
     deterministic: bool = False
-    """Reproduce every bit on the same machine, versions and plan; slower where kernels are not."""
+    """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,7 +104,7 @@ class InferenceConfig(Section):
     """How a trained model is applied; `trm eval` and `trm predict` read it too."""
 
     depth: Count = 16
-    """Most supervision steps per example (single recursions after terminal supervision)."""
+    """Maximum number of supervision steps per example (single recursions after terminal supervision)."""
     converged_after: Count | None = None
     """Stop an example when its answer has not changed for this many steps; null to use the full depth."""
     halt: bool = False
@@ -164,7 +164,7 @@ class CheckpointsConfig(Section):
     keep: Count = 3
     """Newest checkpoints to keep, besides the best one."""
     keep_every_hours: Annotated[Positive, Field(le=1e6)] | None = None
-    """Additionally keep one checkpoint per this many hours of training for ever."""
+    """Additionally keep one checkpoint per this many hours of training forever."""
 
 
 class LoadingConfig(Section):
@@ -205,9 +205,9 @@ class PlanSettings(Section):
     """What a user may fix about how this machine runs the recipe. What is null is measured."""
 
     backend: str = "pytorch"
-    """Library that computes."""
+    """Backend to use."""
     device: str = "cpu"
-    """Device of the backend that computes."""
+    """Device to compute on."""
     micro_batch_size: Count | None = None
     """Examples computed at a time."""
     threads: Count | None = None
@@ -221,7 +221,8 @@ class PlanSettings(Section):
     allocator: Literal["system", "compact"] | None = None
     """`compact` returns freed memory to the system immediately (Linux)."""
     compile: bool | None = None
-    """Compile one block of layers; null tries it beside a long run and uses it if it is faster."""
+    """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
+    faster."""
 
 
 class LimitSettings(Section):

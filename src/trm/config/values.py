@@ -1,7 +1,9 @@
-"""Number types shared by every section: a range, no NaN or Inf, and never a boolean."""
+"""What every section shares: number types with a range, without NaN, Inf and booleans; suggestions."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,3 +29,8 @@ class Section(BaseModel):
     """Part of a recipe. The sentence under a field becomes its entry in the key reference."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

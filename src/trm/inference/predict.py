@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,15 +16,17 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from trm.arrays import IntArray
 from trm.backends.base import Program, load_backend
-from trm.batch import IGNORE_LABEL, Batch
+from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import InferenceConfig, RunConfig
 from trm.inference.search import Search
-from trm.plan import DEFAULT_PLAN, Execution, Plan
+from trm.plan import DEFAULT_PLAN, Execution, Plan, useful_workers
 from trm.runs.directory import Run
 from trm.runs.saved_state import check_compatible
 from trm.tasks.base import DataSpec, Interactive, Question, Task
 from trm.tasks.dataset import Split, open_split
 from trm.tasks.registry import load_task
+
+BATCH_SIZE = 64  # questions that are answered together
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class TrainedModel:
         settings = self.config.plan
         return Execution(
             threads=threads,
-            workers=threads,
+            workers=useful_workers(threads),
             backend=settings.backend,
             device=settings.device,
             precision=self.plan.execution.precision,
@@ -91,37 +93,38 @@ def interactive(model: TrainedModel) -> Interactive:
     return model.task
 
 
-def predict(
-    model: TrainedModel, search: Search, questions: Sequence[Question], batch_size: int = 64
-) -> list[Prediction]:
-    """Answer questions in batches; the answers do not depend on how they are batched."""
-    found: list[Prediction] = []
+def predict(model: TrainedModel, search: Search, questions: Sequence[Question]) -> Iterator[Prediction]:
+    """Answer questions in batches, in their order; the answers do not depend on how they are batched."""
     task = interactive(model)
-    for start in range(0, len(questions), batch_size):
-        chunk = questions[start : start + batch_size]
-        answers = search.answer(_batch(chunk))
+    for start in range(0, len(questions), BATCH_SIZE):
+        chunk = questions[start : start + BATCH_SIZE]
+        answers = search.answer(batch_of(chunk, model.data.max_len))
         for row, question in enumerate(chunk):
-            tokens = answers.tokens[: int(answers.steps[row]), row].astype(np.int64)
-            found.append(
-                Prediction(
-                    question=question.tokens,
-                    answers=tokens,
-                    confidence=(1 + math.tanh(answers.halt_logits[-1, row] / 2)) / 2,
-                    problem=task.verify(question.tokens, tokens[-1], question.label),
-                )
+            steps = int(answers.steps[row])
+            tokens = answers.tokens[:steps, row, : len(question.tokens)].astype(np.int64)
+            yield Prediction(
+                question=question.tokens,
+                answers=tokens,
+                confidence=(1 + math.tanh(answers.halt_logits[-1, row] / 2)) / 2,
+                problem=task.verify(question.tokens, tokens[-1], question.label),
             )
-    return found
 
 
-def _batch(questions: Sequence[Question]) -> Batch:
-    inputs = np.stack([question.tokens for question in questions])
-    return Batch(
+def batch_of(questions: Sequence[Question], max_len: int) -> Batch:
+    """Return questions as a batch; those that are shorter than the longest possible one are padded."""
+    lengths = np.array([len(question.tokens) for question in questions], dtype=np.int64)
+    inputs = np.full((len(questions), max_len), PAD_TOKEN, dtype=np.int64)
+    for row, question in enumerate(questions):
+        inputs[row, : len(question.tokens)] = question.tokens
+    batch = Batch(
         slots=np.arange(len(inputs)),
         inputs=inputs,
         labels=np.full_like(inputs, IGNORE_LABEL),
         puzzle_identifiers=np.array([question.identifier for question in questions], dtype=np.int64),
         fresh=np.ones(len(inputs), dtype=bool),
+        lengths=None if (lengths == max_len).all() else lengths,
     )
+    return batch.trimmed()
 
 
 def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
@@ -134,8 +137,15 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
             str(error), hint="Run this where the run was trained, or name a dataset with --data."
         ) from error
     if model.task.complete(split.spec) != model.data:
-        raise DataError(f"{path} does not fit the run: {split.spec} instead of {model.data}")
+        raise DataError(f"{path} does not fit the run: {_sizes(split.spec)} instead of {_sizes(model.data)}")
     return split
+
+
+def _sizes(spec: DataSpec) -> str:
+    return (
+        f"{spec.max_len} positions, {spec.vocab_size} tokens, {spec.num_outputs} outputs and "
+        f"{spec.num_puzzle_identifiers} puzzle identifiers"
+    )
 
 
 def question_of_test_set(split: Split, number: int) -> Question:
@@ -143,9 +153,11 @@ def question_of_test_set(split: Split, number: int) -> Question:
     if not 0 <= number < len(split):
         raise DataError(f"There is no test example {number}; there are 0 to {len(split) - 1}")
     batch = split.batch(np.array([number]))
-    label = batch.labels[0]
+    length = batch.inputs.shape[1] if batch.lengths is None else int(batch.lengths[0])
+    label = batch.labels[0, :length]
     known = (label != IGNORE_LABEL).any()
-    return Question(batch.inputs[0], int(batch.puzzle_identifiers[0]), label if known else None)
+    identifier = int(batch.puzzle_identifiers[0])
+    return Question(batch.inputs[0, :length], identifier, label if known else None)
 
 
 def describe(task: Interactive, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:

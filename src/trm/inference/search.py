@@ -176,9 +176,9 @@ class _Attempt:
         stable = confident & (unchanged >= settings.stable_steps)
         self._remove_guesses(rows[stable & guessed])
         if probabilities is not None:
-            chances = self._chances(probabilities.shape[1:])
+            exponentials = self._chances(probabilities.shape[1:])
             unsure = ~confident | (guessed & ~stable)
-            self._guess(rows[unsure], probabilities[unsure], chances)
+            self._guess(rows[unsure], probabilities[unsure], exponentials)
         return np.asarray(stable & ~guessed)
 
     def _chances(self, shape: tuple[int, ...]) -> FloatArray:
@@ -195,23 +195,23 @@ class _Attempt:
         self.guessed[rows] = False
         self.unchanged[rows] = 0
 
-    def _guess(self, rows: IntArray, probabilities: Float32Array, chances: FloatArray) -> None:
+    def _guess(self, rows: IntArray, probabilities: Float32Array, exponentials: FloatArray) -> None:
         padding = self.batch.padding
         if padding is not None:
             probabilities = np.where(padding[rows][..., None], 0.0, probabilities)
-        self.inputs[rows] = with_a_guess(self.inputs[rows], probabilities, chances)
+        self.inputs[rows] = with_a_guess(self.inputs[rows], probabilities, exponentials)
         self.guessed[rows] = True
 
 
-def with_a_guess(inputs: IntArray, probabilities: NDArray[np.floating], chances: FloatArray) -> IntArray:
+def with_a_guess(inputs: IntArray, probabilities: NDArray[np.floating], exponentials: FloatArray) -> IntArray:
     """Fix one more prediction in each row, drawn with the weight p^2 (1 - p).
 
-    The weight prefers likely predictions, but not certain ones, which would add nothing. `chances` (L, V)
-    come from an exponential distribution and are the same for all rows.
+    The weight prefers likely predictions, but not certain ones, which would add nothing. `exponentials`
+    (L, V) come from an exponential distribution and are the same for all rows.
     """
     weights = np.square(probabilities) * (1 - probabilities)
     np.put_along_axis(weights, inputs[..., None], 0, axis=-1)
-    race = np.where(weights < _NEGLIGIBLE, 0, weights / chances).reshape(len(inputs), chances.size)
+    race = np.where(weights < _NEGLIGIBLE, 0, weights / exponentials).reshape(len(inputs), exponentials.size)
     chosen = race.argmax(1)
     rows = np.flatnonzero(race[np.arange(len(race)), chosen] > 0)
     position, token = np.divmod(chosen[rows], weights.shape[-1])

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field
 
 from trm.backends.base import Program
-from trm.backends.flops import flops_per_sample
+from trm.backends.sizes import flops_per_sample
 from trm.config import Count, CountOrZero, ModelConfig, Positive, PositiveOrZero, Section, TrainingConfig
 from trm.plan import Execution
 from trm.tasks.base import DataSpec

@@ -31,7 +31,7 @@ def make_plan(
         wanted, why_size = fast_enough(measured.by_size, num_slots)
     most = largest_fitting(measured, budget, num_slots)
     if most < wanted:
-        why_size = f"more do not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
+        why_size = f"a larger one does not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
     batches = plan_batches(num_slots, memory, budget.resident_bytes, min(most, wanted))
     parallelism, why_threads = choose_parallelism(config, measured, choices)
     size = batches.micro_batch_size
@@ -56,9 +56,9 @@ def _savings_reasons(config: RunConfig, execution: Execution) -> dict[str, str]:
     reasons = {}
     if execution.gradient_checkpointing != "none":
         by_hand = config.plan.gradient_checkpointing is not None
-        reasons["gradient_checkpointing"] = BY_HAND if by_hand else "nothing less fits"
+        reasons["gradient_checkpointing"] = BY_HAND if by_hand else "needed to fit the memory budget"
     if execution.allocator != "system":
-        reasons["allocator"] = BY_HAND if config.plan.allocator else "nothing less fits"
+        reasons["allocator"] = BY_HAND if config.plan.allocator else "needed to fit the memory budget"
     return reasons
 
 

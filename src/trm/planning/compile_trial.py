@@ -7,7 +7,7 @@ loads it between two steps. The result is cached, so that a second run knows it 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
@@ -122,7 +122,7 @@ class CompileTrial:
         key = cache_key(
             Program.of(self.config, self.data),
             HardwareDetector().detect(with_torch=False),
-            compiled=[how.precision, self.plan.micro_batch_size, how.threads, how.workers],
+            compiled=[asdict(how), self.plan.micro_batch_size],
         )
         return cache_directory() / "compiled" / f"{key}.json"
 
@@ -140,7 +140,7 @@ class CompileTrial:
                 timeout_seconds=COMPILE_TIMEOUT_SECONDS,
             )
             write_cached(self._file, {"gain": self.gain})
-        except (LaptopError, ChildDied) as error:
+        except (LaptopError, ChildDied, OSError) as error:
             self.problem = str(error)
 
     def _finish(self, learner: Learner) -> CompileResult:

@@ -39,7 +39,7 @@ def too_large(planner: Planner) -> MemoryBudgetError:
     return MemoryBudgetError(
         f"This recipe needs {amount} even with one example at a time; {limit} MiB is allowed "
         f"({reason}).{smaller}",
-        hint="Allow more, close other programs, or take a smaller recipe with --fit.",
+        hint="Raise limits.memory_limit_mb, close other programs, or use --fit to train a smaller model.",
     )
 
 

@@ -82,7 +82,7 @@ class Measurer:
         return cache_directory() / "probes" / f"{self._key(execution)}.json"
 
     def warmup_file(self, execution: Execution) -> Path:
-        """Where a run keeps what its first steps measured; they know less about memory than a probe."""
+        """Where a run keeps what its first steps measured; they contain less about memory than a probe."""
         return self.probe_file(execution).with_suffix(".warmup.json")
 
     def _key(self, execution: Execution) -> str:

@@ -17,7 +17,7 @@ from macbook_optimization.cpu_optimization import BFLOAT16_GAIN, choose_precisio
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.memory_management import Budget
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.flops import flops_per_sample
+from trm.backends.sizes import flops_per_sample
 from trm.config import RunConfig
 from trm.display import Display
 from trm.plan import Execution, Plan
@@ -50,9 +50,10 @@ class Planner:
         return replace(plan, warnings=warnings) if plan is not None else None
 
     def without_probe(self) -> Plan | None:
-        """Return a plan that needs no probe: one cached from an earlier warm-up, or a provisional one that
-        the
-        first steps of the run will tune. None if this recipe needs a probe."""
+        """Return a plan that needs no probe, or None if this recipe needs one.
+
+        It is cached from an earlier warm-up, or provisional: the first steps of the run will tune it.
+        """
         planner, warnings = self.corrected()
         if not planner._may_tune_during_warmup() or planner.measurer.probe_file(planner.execution()).exists():
             return None

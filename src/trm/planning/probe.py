@@ -166,7 +166,10 @@ class Stepper:
         program = Program.of(config, task.complete(self.train.spec))
         num_slots = program.num_slots
         self.learner = self.backend.learner(program, self.execution, SingleProcess(num_slots))
-        self.batch = Feed(config, task, self.train).batch(Slots.new(num_slots).refilled(), step=1)
+        batch = Feed(config, task, self.train).batch(Slots.new(num_slots).refilled(), step=1)
+        if batch.lengths is not None:  # measure the longest rows that there can be
+            batch = replace(batch, lengths=np.full(len(batch), batch.inputs.shape[1]))
+        self.batch = batch
 
     def use(self, parallelism: Parallelism) -> None:
         self.execution = replace(self.execution, **parallelism._asdict())

@@ -9,6 +9,7 @@ from macbook_optimization.json_types import JsonObject
 from macbook_optimization.memory_management import Budget, memory_budget
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter
 from trm.config import LimitSettings, PlanSettings, RunConfig
+from trm.plan import useful_workers
 from trm.planning.measurements import Parallelism
 
 
@@ -28,6 +29,13 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
     if plan.allocator == "compact" and sys.platform != "linux":
         corrections["allocator"] = "system"
         warnings.append("allocator is system: compact needs the GNU C library")
+    most_threads = max(thread_choices(config, hardware))
+    if plan.workers is not None and plan.workers > most_threads:
+        corrections["workers"] = most_threads
+        warnings.append(f"workers is {most_threads} instead of {plan.workers}: each needs a thread")
+    if plan.compile and (config.training.deterministic or plan.gradient_checkpointing not in (None, "none")):
+        corrections["compile"] = False
+        warnings.append("compile is false: it excludes deterministic training and gradient checkpointing")
     update = {
         "plan": PlanSettings.model_validate({**plan.model_dump(), **_of_section(plan, corrections)}),
         "limits": LimitSettings.model_validate({**limits.model_dump(), **_of_section(limits, corrections)}),
@@ -60,11 +68,9 @@ def thread_choices(config: RunConfig, hardware: HardwareSpecs) -> list[int]:
 def parallelism_choices(config: RunConfig, hardware: HardwareSpecs) -> list[Parallelism]:
     """List what to compare: every number of threads, shared or one per worker."""
     workers = config.plan.workers
-    if workers is None and sys.platform == "darwin":  # Accelerate uses threads of its own in every worker
-        workers = 1
     found = {
         (threads, min(workers or each, threads))
         for threads in thread_choices(config, hardware)
-        for each in (1, threads)
+        for each in (1, useful_workers(threads))
     }
     return sorted(Parallelism(*each) for each in found)

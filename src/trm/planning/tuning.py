@@ -16,6 +16,7 @@ from typing import Literal
 from trm.planning.measurements import Measurements, Parallelism, SizeResult
 
 NEARLY_AS_FAST = 0.95
+LEAST_SPEED = 0.85  # however much readings differ, a size below this share of the best is not taken
 CONTENDER = 0.8  # sizes below this share of the best throughput are not measured again
 CONFIRMING_ROUNDS = 2
 PARALLELISM_ROUNDS = 2
@@ -110,5 +111,5 @@ def spread(rates: Mapping[int, Sequence[float]]) -> float:
 def smallest_fast_size(rates: Mapping[int, Sequence[float]]) -> int:
     """Return the smallest size that is about as fast as any, as far as the readings can distinguish them."""
     best = max(max(readings) for readings in rates.values())
-    needed = best * min(NEARLY_AS_FAST, 1 - spread(rates))
+    needed = best * min(NEARLY_AS_FAST, max(LEAST_SPEED, 1 - spread(rates)))
     return min(size for size, readings in rates.items() if max(readings) >= needed)

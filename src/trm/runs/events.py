@@ -104,7 +104,7 @@ class RolledBack(Event):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChanged(Event):
-    """Memory pressure, or its end, changed the micro-batch size."""
+    """The fields of both changes of the micro-batch size."""
 
     step: int
     before: int
@@ -112,9 +112,19 @@ class MicroBatchChanged(Event):
     reason: str
     returned_bytes: int
 
-    def to_row(self) -> JsonObject:
-        name = "batch shrunk" if self.after < self.before else "batch grown"
-        return {"time": time.time(), "event": name, **asdict(self)}
+
+@dataclass(frozen=True, slots=True)
+class BatchShrunk(MicroBatchChanged):
+    """Memory pressure or a failed allocation lowered the micro-batch size."""
+
+    name = "batch shrunk"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGrown(MicroBatchChanged):
+    """The memory pressure is over."""
+
+    name = "batch grown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -84,8 +83,3 @@ def check_compatible(
         theirs["fingerprint"] = {name: value[:12] for name, value in state.data.items()}
     refuse_if_different(ours, theirs, checkpoint.path)
     return state
-
-
-def saved_spec(spec: DataSpec) -> JsonObject:
-    """Return the spec as it is stored in a checkpoint."""
-    return {name: value for name, value in asdict(spec).items() if name in SavedSpec.model_fields}

@@ -125,9 +125,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One input of `trm predict`, as tokens."""
+    """One input of `trm predict`, as tokens without padding."""
 
-    tokens: IntArray  # (L,)
+    tokens: IntArray  # (L,), at most `DataSpec.max_len`
     identifier: int = 0
     label: IntArray | None = None  # the right answer, where it is known
 

@@ -43,7 +43,7 @@ class DatasetWriter:
             self.partial.mkdir(parents=True)
         return self
 
-    def split(self, name: str, spec: DataSpec, ignore_label: int | None = 0) -> SplitWriter:
+    def split(self, name: str, spec: DataSpec, ignore_label: int | None) -> SplitWriter:
         """Start a split. Labels equal to `ignore_label` are positions without a label.
 
         0 is the reference implementation's choice, where no output is 0; a classifier, which has a class 0,
@@ -121,9 +121,16 @@ class SplitWriter:
         npy.write_array_header_1_0(header, described)
         return header.getvalue()
 
-    def add_group(self, identifiers: IntArray, inputs: IntegerArray, labels: IntegerArray) -> None:
+    def add_group(
+        self,
+        identifiers: IntArray,
+        inputs: IntegerArray,
+        labels: IntegerArray,
+        lengths: IntArray | None = None,
+    ) -> None:
         """Add puzzles with the same number of examples each: (puzzles, examples, positions)."""
         puzzles, examples, _ = inputs.shape
+        self._add_lengths(lengths)
         self._write(inputs, labels)
         self.identifiers.append(identifiers)
         self.examples_of_puzzle.append(np.full(puzzles, examples))
@@ -139,17 +146,26 @@ class SplitWriter:
         """Add examples, each a puzzle and a group of its own, without an identifier."""
         if difficulties is not None:
             self.difficulties.append(difficulties)
-        if lengths is not None:
-            if lengths.min(initial=1) < 1 or lengths.max(initial=1) > self.spec.max_len:
-                raise DataError(f"Lengths must be between 1 and {self.spec.max_len}")
-            self.lengths.append(lengths)
+        self._add_lengths(lengths)
         self._write(inputs, labels)
         ones = np.ones(len(inputs), dtype=np.int64)
         self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
         self.examples_of_puzzle.append(ones)
         self.puzzles_of_group.append(ones)
 
+    def _add_lengths(self, lengths: IntArray | None) -> None:
+        if lengths is None:
+            return
+        if lengths.min(initial=1) < 1 or lengths.max(initial=1) > self.spec.max_len:
+            raise DataError(f"Lengths must be between 1 and {self.spec.max_len}")
+        self.lengths.append(lengths.reshape(-1))
+
     def _write(self, inputs: IntegerArray, labels: IntegerArray) -> None:
+        if inputs.shape != labels.shape or inputs.shape[-1] != self.spec.max_len:
+            raise DataError(
+                f"inputs have shape {inputs.shape} and labels {labels.shape}; the last dimension must be "
+                f"{self.spec.max_len}, with IGNORE_LABEL where there is no label"
+            )
         for name, array in (("inputs", inputs), ("labels", labels)):
             least, most = self.ranges[name]
             if array.size and (array.min() < least or array.max() > most):
@@ -193,6 +209,9 @@ class SplitWriter:
         _write_json(self.directory / "dataset.json", metadata)
 
     def _save(self, name: str, array: IntArray) -> None:
+        limits = np.iinfo(np.int32)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise DataError(f"{name} holds {array.min()} to {array.max()}, which does not fit 32 bits")
         np.save(self.directory / name, array.astype(np.int32))
 
     def close(self) -> None:

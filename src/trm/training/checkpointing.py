@@ -9,7 +9,7 @@ from typing import Any
 from macbook_optimization.checkpoint_files import Checkpoint, Tensors
 from macbook_optimization.checkpoint_management import CheckpointManager, checked_best
 from macbook_optimization.children import parent_is_gone
-from macbook_optimization.errors import CheckpointError, NonFiniteError
+from macbook_optimization.errors import CheckpointError, ConfigError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.config import CheckpointsConfig
 from trm.config.renamed import with_current_keys
@@ -182,6 +182,9 @@ class BestSoFar:
         If they could not, it still counts when it reaches the target: the run ends, and saves at last.
         """
         before = self.row
+        if self.metric not in evaluation.metrics:
+            found = ", ".join(evaluation.metrics)
+            raise ConfigError(f"The task's primary metric {self.metric} is not among its metrics: {found}")
         value = evaluation.metrics[self.metric]
         if before is not None and value <= before[self.metric]:
             return

@@ -1,4 +1,4 @@
-"""How well a model answers examples that it has never seen, and when a run finds out."""
+"""Evaluate a model on unseen examples, as often as the recipe says."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.memory_management import peak_bytes
 from trm.backends.base import StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
@@ -118,7 +117,7 @@ class Trainer:
             reason = "interrupted"
             self._save_interrupted(stop)
         metrics.write()
-        self.log.event(Stopped(reason, self.state.step, peak_bytes()))
+        self.log.event(Stopped(reason, self.state.step, self.tuner.read_peak()))
         best = self.best
         return Outcome(self.log.run.path, reason, self.state.step, self.elapsed(), best.row, best.target)
 
@@ -221,7 +220,7 @@ class Trainer:
         return self.checkpointer.save(state.step, state.learner.state(), saved)
 
     def _saved_at_end(self, stop: StopRequest) -> bool:
-        """Non-finite weights are not what was asked for, so training continues from the last good ones."""
+        """Return whether the run may end: after non-finite weights it continues from the last good ones."""
         try:
             self.checkpointer.save_or_wait(self._save, stop.check)
         except NonFiniteError as error:

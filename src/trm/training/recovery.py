@@ -19,7 +19,7 @@ def skip_step(state: TrainingState, log: RunLog, error: NonFiniteError) -> bool:
     """Skip a step; return whether it is time to roll back."""
     state.skip_step()
     log.event(StepSkipped(state.step, str(error)))
-    log.message(f"{error} It is skipped.")
+    log.message(f"{error} The step is skipped.")
     return state.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW
 
 

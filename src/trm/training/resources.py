@@ -26,16 +26,17 @@ from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, Runn
 from trm.config import LimitSettings, RunConfig
 from trm.plan import Plan
 from trm.runs.events import (
+    BatchGrown,
+    BatchShrunk,
     DataMapped,
     GarbageCollectionStopped,
-    MicroBatchChanged,
     ThreadsChanged,
 )
 from trm.training.log import RunLog
 
 
 class MemoryControl:
-    """The micro-batch size of the moment: the plan's, or less while the machine has no room for it."""
+    """The current micro-batch size: the plan's, or less while the machine has no room for it."""
 
     def __init__(self, config: RunConfig, plan: Plan, log: RunLog, release: Callable[[], bool]) -> None:
         limits = config.limits
@@ -79,7 +80,8 @@ class MemoryControl:
         if adjustment.after < adjustment.before and self.release():
             self.log.event(DataMapped(step, adjustment.reason))
             self.log.message(f"The dataset is no longer held in memory: {adjustment.reason}.")
-        self.log.event(MicroBatchChanged(step=step, **asdict(adjustment)))
+        change = BatchShrunk if adjustment.after < adjustment.before else BatchGrown
+        self.log.event(change(step=step, **asdict(adjustment)))
         self.log.message(
             f"The micro-batch size is {adjustment.after} instead of {adjustment.before}: {adjustment.reason}."
         )

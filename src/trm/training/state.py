@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.json_types import JsonObject
-from trm.arrays import BoolArray
 from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
 from trm.config import CurriculumConfig, RunConfig
 from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.cache import versions
-from trm.runs.saved_state import SavedState, check_compatible, saved_spec
+from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.schedule import cycles_of_step, learning_rate_factor
 from trm.slots import Slots
 
@@ -32,9 +31,10 @@ class Curriculum:
     exact: int = 0
     seen: int = 0
 
-    def after(self, exact: BoolArray, step: int, settings: CurriculumConfig) -> Curriculum:
-        right = self.exact + int(exact.sum())
-        seen = self.seen + len(exact)
+    def after(self, num_exact: int, num_slots: int, step: int, settings: CurriculumConfig) -> Curriculum:
+        """Return the curriculum after a step; the counts are those of all ranks."""
+        right = self.exact + num_exact
+        seen = self.seen + num_slots
         if step % settings.every_steps:
             return Curriculum(self.stage, right, seen)
         is_widest = settings.share * settings.widen**self.stage >= 1
@@ -84,7 +84,7 @@ class TrainingState:
         return SavedState.model_validate(
             {
                 "recipe": self.config.what_is_learned(),
-                "spec": saved_spec(self.feed.split.spec),
+                "spec": SavedSpec.of(self.feed.split.spec),
                 "data": self.data,
                 "slots": self.slots.to_lists(),
                 "curriculum": asdict(self.curriculum),
@@ -121,7 +121,9 @@ class TrainingState:
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob
         )
         if training.curriculum is not None:
-            self.curriculum = self.curriculum.after(result.exact, step, training.curriculum)
+            self.curriculum = self.curriculum.after(
+                result.num_exact, self.num_slots, step, training.curriculum
+            )
         self.step = step
         self.skipped_in_a_row = 0
         return settings.learning_rate, result

@@ -174,8 +174,7 @@ def _carry_out(job: Job, decision: Decision, death: ChildDied) -> tuple[Plan, Hi
 
 
 def _killed_by_hand(death: ChildDied, kills_before: int | None) -> bool:
-    """Whether a person or a program did it: Linux counts what it kills for lack of memory. Elsewhere this
-    cannot be known."""
+    """Return whether the kill was not an OOM kill. Linux counts those; elsewhere this cannot be known."""
     return death.signal == signal.SIGKILL and oom_kills() == kills_before
 
 
@@ -192,6 +191,6 @@ def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
         return MemoryBudgetError("There is too little memory to load PyTorch.")
     times = f", {deaths} times" if deaths > 1 else ""
     return MemoryBudgetError(
-        f"The trainer {death}{times} with the smallest plan there is. This recipe needs about {needed} MiB.",
-        hint="Allow more, close other programs, or take a smaller recipe with --fit.",
+        f"The trainer {death}{times} with the smallest possible plan. This recipe needs about {needed} MiB.",
+        hint="Raise limits.memory_limit_mb, close other programs, or use --fit to train a smaller model.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from macbook_optimization.memory_management import MemoryManager
 from trm.backends.base import Learner
@@ -35,8 +35,9 @@ class Tuner:
         """Replace the provisional plan by trials; `apply` puts each into effect."""
 
         def try_out(size: int, parallelism: Parallelism) -> None:
-            execution = replace(self.plan.execution, **parallelism._asdict())
-            apply(replace(self.plan, execution=execution, micro_batch_size=size))
+            num_slots = self.config.training.effective_batch_size
+            trial = self.plan.with_micro_batch(size, num_slots, "tried during warm-up")
+            apply(trial.with_execution(**parallelism._asdict()))
 
         self.warmup = WarmUp(planner, self.plan, try_out, cache=cache, read_peak=self.read_peak)
         self.warmup.begin()

@@ -6,8 +6,8 @@ from tiny import model_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from macbook_optimization.training_config_adapter import PROFILES
-from trm.backends.flops import flops_per_sample
 from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.sizes import flops_per_sample
 from trm.config import ModelConfig
 from trm.tasks.base import DataSpec
 

@@ -52,9 +52,9 @@ def padded_batch(lengths=LENGTHS, seed=0):
 
 
 def without_padding(batch, row):
-    """Return one row of a batch as a batch of its own length."""
+    """Return one row of a batch as a batch of its own length, for a learner with one slot."""
     length = int(batch.lengths[row])
-    alone = batch[row : row + 1]
+    alone = replace(batch[row : row + 1], slots=np.array([0]))
     return replace(alone, inputs=alone.inputs[:, :length], labels=alone.labels[:, :length], lengths=None)
 
 

@@ -170,7 +170,10 @@ def test_a_result_has_the_means_of_all_ranks_and_the_rows_of_its_own_slots(share
     single, ranks = make_learner(**setup), ranks_of(shares, **setup)
     alone = make_learner(setup["model"], training_config(supervision="terminal", effective_batch_size=1))
     batch = make_batch(NUM_SLOTS)
-    losses = [take_step(alone, batch[i : i + 1], learning_rate=0.0).loss for i in range(NUM_SLOTS)]
+    losses = [
+        take_step(alone, replace(batch[i : i + 1], slots=np.array([0])), learning_rate=0.0).loss
+        for i in range(NUM_SLOTS)
+    ]
     expected = take_step(single, batch)
     for ours, result in zip(ranks, together(ranks, partial(take_step, batch=batch)), strict=True):
         own = owned_slots(ours.world)

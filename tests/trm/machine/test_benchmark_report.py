@@ -8,7 +8,7 @@ from sample_reports import MODEL, STEADY, make_report
 
 from macbook_optimization.errors import DataError
 from macbook_optimization.training_config_adapter import PROFILES
-from trm.backends.flops import flops_per_sample
+from trm.backends.sizes import flops_per_sample
 from trm.config import ModelConfig
 from trm.machine.benchmark_comparison import compare
 from trm.machine.benchmark_report import (

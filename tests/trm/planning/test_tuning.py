@@ -10,6 +10,7 @@ from trm.planning.measurements import TRAINER_BYTES, Measurements, Parallelism, 
 from trm.planning.tuning import (
     CONFIRMING_ROUNDS,
     LARGE_ENOUGH,
+    LEAST_SPEED,
     NEARLY_AS_FAST,
     Trial,
     search,
@@ -181,7 +182,7 @@ def test_a_size_that_is_truly_faster_is_taken_whatever_the_noise(noise, more, fa
 def test_a_size_is_passed_over_only_if_it_is_slower_by_more_than_the_spread(rates):
     chosen = smallest_fast_size(rates)
     best = max(max(readings) for readings in rates.values())
-    tolerance = max(1 - NEARLY_AS_FAST, spread(rates))
+    tolerance = min(max(1 - NEARLY_AS_FAST, spread(rates)), 1 - LEAST_SPEED)
     assert max(rates[chosen]) >= best * (1 - tolerance) - 1e-9
     for size, readings in rates.items():
         if size < chosen:

@@ -65,7 +65,7 @@ def test_lengths_of_some_examples_only_are_refused(tmp_path):
 
     def write_both():
         with DatasetWriter(tmp_path / "set", MADE_BY) as writer:
-            split = writer.split("train", DataSpec(4, 9, 9))
+            split = writer.split("train", DataSpec(4, 9, 9), 0)
             split.add_examples(tokens, tokens)
             split.add_examples(tokens, tokens, lengths=np.array([1, 2]))
 
@@ -99,7 +99,7 @@ def test_groups_are_held_to_the_vocabulary_too(tmp_path):
         pytest.raises(DataError, match="inputs hold 9 to 9"),
         DatasetWriter(tmp_path / "set", MADE_BY) as writer,
     ):
-        writer.split("train", DataSpec(4, 9, 10)).add_group(np.array([0]), tokens, tokens)
+        writer.split("train", DataSpec(4, 9, 10), 0).add_group(np.array([0]), tokens, tokens)
 
 
 def test_the_ignore_label_of_grids_is_stored_as_the_reference_implementation_stores_it(tmp_path):
@@ -176,3 +176,13 @@ def test_the_type_of_an_array_holds_its_range_and_no_smaller_type_does(least, ex
     assert not any(
         limits.bits < chosen.bits and limits.min <= least and most <= limits.max for limits in smaller
     )
+
+
+def test_rows_of_the_wrong_width_and_numbers_beyond_32_bits_are_refused(tmp_path):
+    rows = np.ones((2, 4), dtype=np.int64)
+    for inputs, labels in ((rows, rows[:, :1]), (rows[:1], rows), (rows[:, :3], rows[:, :3])):
+        with pytest.raises(DataError, match="last dimension"), DatasetWriter(tmp_path / "set", {}) as writer:
+            writer.split("train", DataSpec(4, 9, 9), 0).add_examples(inputs, labels)
+    with pytest.raises(DataError, match="32 bits"), DatasetWriter(tmp_path / "set", {}) as writer:
+        writer.split("train", DataSpec(4, 9, 9), 0).add_examples(rows, rows, np.array([1, 2**40]))
+    assert not (tmp_path / "set").exists()

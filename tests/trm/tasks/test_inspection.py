@@ -26,8 +26,8 @@ def test_repeated_and_shared_examples_are_counted(tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.integers(1, 6, (50, 16), dtype=np.uint8)
     with DatasetWriter(tmp_path / "set", {"task": "mirror"}) as writer:
-        writer.split("train", SPEC).add_examples(rows[[*range(40), 3, 3, 7]], rows[[*range(40), 3, 3, 7]])
-        writer.split("test", SPEC).add_examples(rows[35:], rows[35:])
+        writer.split("train", SPEC, 0).add_examples(rows[[*range(40), 3, 3, 7]], rows[[*range(40), 3, 3, 7]])
+        writer.split("test", SPEC, 0).add_examples(rows[35:], rows[35:])
     found = inspect_dataset(tmp_path / "set", quiet)
     assert found.splits["train"].repeated == 3
     assert found.in_both == 5
@@ -38,7 +38,7 @@ def test_the_same_question_of_two_puzzles_is_not_the_same(tmp_path):
     with DatasetWriter(tmp_path / "set", {"task": "arc"}) as writer:
         writer.names += ["one", "two"]
         for name in ("train", "test"):
-            writer.split(name, SPEC).add_group(np.array([1, 2]), rows, rows)
+            writer.split(name, SPEC, 0).add_group(np.array([1, 2]), rows, rows)
     found = inspect_dataset(tmp_path / "set", quiet)
     assert found.splits["train"].repeated == 0
     assert found.num_puzzle_identifiers == 3
@@ -48,7 +48,7 @@ def test_the_same_question_of_two_puzzles_is_not_the_same(tmp_path):
 def test_a_classifier_has_its_number_of_outputs_in_the_text(tmp_path):
     rows = np.ones((3, 16), dtype=np.int64)
     with DatasetWriter(tmp_path / "set", {"task": "email"}) as writer:
-        writer.split("train", DataSpec(16, 300, 2)).add_examples(rows, rows)
+        writer.split("train", DataSpec(16, 300, 2), 0).add_examples(rows, rows)
     found = inspect_dataset(tmp_path / "set", quiet)
     assert (found.vocab_size, found.num_outputs) == (300, 2)
     assert "300 tokens, 2 outputs, 1 puzzle identifiers" in format_facts(found)

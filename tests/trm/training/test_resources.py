@@ -83,7 +83,7 @@ def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, datas
         dataset,
         limits={"cooling_delay_seconds": 0.1},
         evaluation__every_steps=100,
-        training__max_steps=200,
+        training__max_steps=60,
     )
     display = Recorder()
     train(config, tmp_path / "run", plan_of(config), Limits(), display)
@@ -285,7 +285,7 @@ def test_a_pause_of_the_process_is_not_training_time(tmp_path, dataset, monkeypa
         def __init__(self):
             super().__init__(clock=lambda: time.monotonic() + paused_seconds)
 
-        def start_monitoring(self, interval=0.01):  # as the thread of a process that continues ticks at once
+        def start_monitoring(self, interval=0.01):  # after a real pause, the thread ticks immediately
             super().start_monitoring(interval)
 
     monkeypatch.setattr(resources, "RunningClock", Clock)

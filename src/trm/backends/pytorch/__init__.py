@@ -1,6 +1,6 @@
 """The PyTorch backend: implements `trm.backends.base.Backend`."""
 
-from trm.backends.pytorch.device import devices, libraries, peak_bytes, prepare, warm_up
+from trm.backends.pytorch.device import devices, peak_bytes, prepare, warm_up
 from trm.backends.pytorch.learner import learner
 from trm.backends.pytorch.memory import estimate, state_bytes
 from trm.backends.pytorch.predictor import predictor
@@ -9,7 +9,6 @@ __all__ = [
     "devices",
     "estimate",
     "learner",
-    "libraries",
     "peak_bytes",
     "predictor",
     "prepare",

@@ -18,11 +18,12 @@ from trm.backends.pytorch.model import TinyRecursiveModel
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"cpp_wrapper": True}
 
 
-def compile_block(model: TinyRecursiveModel, batch_size: int, threads: int) -> None:
+def compile_block(model: TinyRecursiveModel, precision: str, batch_size: int, threads: int) -> None:
     """Compile with the number of threads that the block will run with; the result depends on it."""
     block = model.L_level
     angles = model.angles(model.num_positions)
-    example = torch.zeros(*model.start(batch_size).shape[1:], dtype=model.dtype)
+    shape = model.start(batch_size).shape[1:]
+    example = torch.zeros(*shape, dtype=model.dtype_for(precision), device=model.initial_latents.device)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -19,10 +19,6 @@ def devices() -> tuple[str, ...]:
     return ("cpu",)
 
 
-def libraries() -> tuple[str, ...]:
-    return ("torch", "numpy", "safetensors")
-
-
 def peak_bytes() -> int:
     """Return the peak of the process, which on the CPU holds every tensor."""
     return resident_peak_bytes()

@@ -107,7 +107,6 @@ class PositionMLP(SwiGLU):
     """SwiGLU over all positions at once. Its weights fix the number of positions."""
 
     norm_dim = 0  # normalised over what was mixed, as published
-    handles_padding = False
 
     def forward(self, x_LBD: Tensor, angles: Angles = None, mask: Tensor | None = None) -> Tensor:
         x = x_LBD.reshape(x_LBD.shape[0], -1)
@@ -116,7 +115,6 @@ class PositionMLP(SwiGLU):
 
 class Attention(nn.Module):
     norm_dim = -1
-    handles_padding = True
 
     def __init__(self, config: ModelConfig, generator: Generator) -> None:
         super().__init__()
@@ -138,7 +136,6 @@ class Neighbourhood(nn.Module):
     """A depthwise convolution over a square grid: each channel has weights of its own."""
 
     norm_dim = -1
-    handles_padding = False
 
     def __init__(self, config: ModelConfig, generator: Generator) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class TorchLearner:
         if execution.compiled_size is None:
             block.compiled_size = None
         else:  # only the training model: the average runs too rarely to be worth it
-            compile_block(self.model, *workers.share(execution.compiled_size))
+            compile_block(self.model, execution.precision, *workers.share(execution.compiled_size))
         prepare(execution)
         block.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
         for model in (self.model, self.averaged):
@@ -95,7 +95,8 @@ class TorchLearner:
         total = float(sum(each.total for each in losses))
         correct = torch.cat([each.correct_tokens for each in losses])
         labelled = torch.cat([each.labelled_tokens for each in losses])
-        counts = np.array([total, float(correct.sum()), float(labelled.sum())])
+        exact = exact_rows(correct, labelled)
+        counts = np.array([total, float(correct.sum()), float(labelled.sum()), float(exact.sum())])
         self._sum_over_ranks(counts)
         loss = float(counts[0]) / self.program.num_slots
         with allocations(torn=True):
@@ -106,9 +107,19 @@ class TorchLearner:
             loss=loss,
             grad_norm=grad_norm,
             token_accuracy=float(counts[1]) / max(1.0, float(counts[2])),
-            exact=to_array(exact_rows(correct, labelled)),
+            exact=to_array(exact),
+            num_exact=round(counts[3]),
             halt_margins=to_array(halt_margins.float()),
         )
+
+    def first_row(self, batch: Batch) -> int:
+        """Return which of this rank's slots the first row belongs to; the others must follow in order."""
+        owned = owned_slots(self.world)
+        first = int(batch.slots[0])
+        in_order = np.array_equal(batch.slots, first + np.arange(len(batch)))
+        if not (in_order and owned.start <= first and first + len(batch) <= owned.stop):
+            raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
+        return first - int(owned.start)
 
     def _gradients(self, tensors: _StepTensors, cycles: int, rows: slice) -> _Computed:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
@@ -203,6 +214,7 @@ class _StepTensors:
     latents: Tensor | None
     new_latents: Tensor | None
     noise: float
+    first_row: int  # of the latents
     rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
     row_ids: Tensor | None = None
     row_of_slot: Tensor | None = None
@@ -224,6 +236,7 @@ class _StepTensors:
             latents=learner.latents,
             new_latents=learner.spare,
             noise=learner.training.noise,
+            first_row=learner.first_row(batch),
         )
         if model.config.puzzle_emb_ndim:
             identifiers = to_tensor(batch.puzzle_identifiers, device)
@@ -233,27 +246,34 @@ class _StepTensors:
         return tensors
 
     def take(self, rows: slice) -> _MicroBatch:
-        length = self.inputs.shape[1]
-        latents = self.model.start(rows.stop - rows.start, length)
-        if self.batch.noise_seeds is not None:
-            generators = (torch.Generator().manual_seed(int(seed)) for seed in self.batch.noise_seeds[rows])
+        """Return a micro-batch, trimmed to its own longest row."""
+        part = self.batch[rows].trimmed()
+        length = part.inputs.shape[1]
+        latents = self.model.start(len(part), length)
+        if part.noise_seeds is not None:
+            generators = (torch.Generator().manual_seed(int(seed)) for seed in part.noise_seeds)
             drawn = [self.model.noise(generator, length) for generator in generators]
             latents = latents + self.noise * torch.cat(drawn, dim=2)
         if self.latents is not None:
-            carried = self.latents[:, : latents.shape[1], rows]
+            carried = self.latents[:, : latents.shape[1], self._own(rows)]
             latents = torch.where(self.fresh[rows][:, None], latents, carried)
         puzzle_rows = None
         if self.rows is not None and self.row_of_slot is not None:
             puzzle_rows = self.rows[self.row_of_slot[rows]]
-        padding = None if self.padding is None else self.padding[rows]
-        return _MicroBatch(self.inputs[rows], self.labels[rows], padding, puzzle_rows, latents)
+        padding = None if self.padding is None else self.padding[rows, :length]
+        inputs = self.inputs[rows, :length]
+        return _MicroBatch(inputs, self.labels[rows, :length], padding, puzzle_rows, latents)
 
     def keep(self, rows: slice, new_latents: Tensor) -> None:
         if self.new_latents is not None:
             positions = new_latents.shape[1]
-            self.new_latents[:, :positions, rows] = new_latents.detach()
+            self.new_latents[:, :positions, self._own(rows)] = new_latents.detach()
             # What remains of an earlier, wider step would not survive a checkpoint.
-            self.new_latents[:, positions:, rows] = 0
+            self.new_latents[:, positions:, self._own(rows)] = 0
+
+    def _own(self, rows: slice) -> slice:
+        """Return the place of these rows in this rank's latents."""
+        return slice(self.first_row + rows.start, self.first_row + rows.stop)
 
 
 def learner(program: Program, execution: Execution, world: World) -> TorchLearner:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from macbook_optimization.errors import CheckpointError, ConfigError
+from macbook_optimization.errors import CheckpointError
 from trm.backends.pytorch.fused import widened
 from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
+from trm.backends.sizes import count_positions
 from trm.config import ModelConfig
 from trm.tasks.base import DataSpec
 
@@ -56,30 +57,6 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Ten
     frequencies = 1 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
-
-
-def count_positions(config: ModelConfig, data: DataSpec) -> int:
-    """Return the positions of the latents: prefix and tokens, or every digit of every cell.
-
-    Raises `ConfigError` where the mixer needs a grid that the dataset does not have.
-    """
-    layout = data.layout
-    if config.mixer == "candidates":
-        digits = 0 if layout is None or layout.box is None else layout.rows
-        if not digits or min(data.vocab_size, data.num_outputs) < digits:
-            raise ConfigError(
-                "model.mixer=candidates is for Sudoku, which has boxes and as many digits as cells in a row; "
-                f"this dataset has {data.max_len} positions and {data.num_outputs} possible answers for each",
-                hint="Use model.mixer=attention.",
-            )
-        return data.max_len * digits
-    count = config.prefix_len + data.max_len
-    if config.mixer == "neighbourhood" and math.isqrt(count) ** 2 != count:
-        raise ConfigError(
-            f"model.mixer=neighbourhood is for square grids; {count} positions do not form one",
-            hint="Use model.mixer=attention.",
-        )
-    return count
 
 
 def candidate_marks(tokens_LB: Tensor, vocab_size: int) -> Tensor:
@@ -129,12 +106,10 @@ class TinyRecursiveModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bfloat16" else self.initial_latents.dtype
+        return self.dtype_for(self.precision)
 
-    @property
-    def handles_padding(self) -> bool:
-        """Whether rows of different lengths may share a batch."""
-        return self.config.mixer == "attention"
+    def dtype_for(self, precision: str) -> torch.dtype:
+        return torch.bfloat16 if precision == "bfloat16" else self.initial_latents.dtype
 
     def start(self, batch_size: int, length: int | None = None) -> Tensor:
         """Return initial latents (K, L, B, D), for rows of this many tokens."""
@@ -200,11 +175,7 @@ class TinyRecursiveModel(nn.Module):
         """Return (B, L) positions that others may attend to: the prefix, and tokens that are not padding."""
         if padding_BL is None:
             return None
-        if not self.handles_padding:
-            raise ConfigError(
-                f"model.mixer={self.config.mixer} needs rows of one length, and this dataset has lengths",
-                hint="Use model.mixer=attention.",
-            )
+        self.config.require_padding()
         return F.pad(~padding_BL, (self.config.prefix_len, 0), value=True)
 
     def _cycle(

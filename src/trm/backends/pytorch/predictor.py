@@ -51,7 +51,7 @@ class TorchPredictor:
 
     def _keep_only(self, rows: IntArray) -> None:
         """Forget rows that are finished. A forgotten row cannot come back before the next `begin`."""
-        if len(rows) == len(self.rows):
+        if np.array_equal(rows, self.rows):
             return
         places = to_tensor(np.searchsorted(self.rows, rows), self.device)
         self.latents = self.latents[:, :, places]
@@ -73,8 +73,8 @@ class TorchPredictor:
             tokens = logits.argmax(-1)
             if padding is not None:
                 tokens = tokens.masked_fill(padding, PAD_TOKEN)
-            chances = probabilities_of(logits, self.loss) if with_probabilities else None
-            return tokens, self.model.halt_logits(latents[0])[:, 0], chances
+            probabilities = probabilities_of(logits, self.loss) if with_probabilities else None
+            return tokens, self.model.halt_logits(latents[0])[:, 0], probabilities
 
         count = len(self.rows)
         if count < self.workers.count:  # then all threads work on the same products
@@ -82,11 +82,11 @@ class TorchPredictor:
         else:
             self.workers.map(count, lambda done: count, compute, outputs.append)
         self.latents = new_latents
-        chances = [each[2] for each in outputs if each[2] is not None]
+        computed = [each[2] for each in outputs if each[2] is not None]
         return StepOutput(
             tokens=to_array(torch.cat([each[0] for each in outputs])),
             halt_logits=to_array(torch.cat([each[1] for each in outputs]).float()),
-            probabilities=to_array(torch.cat(chances).float()) if chances else None,
+            probabilities=to_array(torch.cat(computed).float()) if computed else None,
         )
 
 

@@ -107,8 +107,8 @@ class ArcTask(ArcView):
         augment = partial(_augmented, parsed.augmentations, parsed.seed)
         made_by = {"task": self.name, "options": parsed.model_dump(mode="json")}
         with DatasetWriter(directory, made_by) as writer:
-            train = writer.split("train", _SPEC)
-            test = writer.split("test", _SPEC)
+            train = writer.split("train", _SPEC, ignore_label=0)
+            test = writer.split("test", _SPEC, ignore_label=0)
             for number, puzzle in enumerate(ordered(augment, tagged, min(jobs, len(tagged)))):
                 progress("augmenting tasks", number, len(tagged))
                 identifiers = np.arange(len(writer.names), len(writer.names) + len(puzzle.names))

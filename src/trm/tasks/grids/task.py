@@ -130,7 +130,7 @@ class GridTask(GridView, Generic[OptionsT]):
         made_by = {"task": self.name, "options": parsed.model_dump(mode="json", by_alias=True)}
         with DatasetWriter(directory, made_by) as writer:
             for name, examples in splits.items():
-                split = writer.split(name, self._spec(parsed.size))
+                split = writer.split(name, self._spec(parsed.size), ignore_label=0)
                 split.add_examples(
                     inputs=_flat_tokens(examples.questions),
                     labels=_flat_tokens(examples.answers),
