@@ -48,7 +48,8 @@ def resume(run):
     display = Recorder()
     outcome = train(earlier.config, run, earlier.plan, Limits(), display)
     assert (outcome.reason, outcome.step) == ("max_steps", 20)
-    assert f"Resuming {run} after step {RESUMED_AFTER[run.name]}." in display.messages
+    resumed = f"Resuming {run} after step {RESUMED_AFTER[run.name]}"  # versions that differ follow
+    assert any(message.startswith(resumed) for message in display.messages)
     return open_checkpoint(run / "checkpoints" / LAST)
 
 
