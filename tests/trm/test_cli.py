@@ -252,8 +252,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(workspace):
     assert f"Stopped after step {step}," in output
     assert "The same command resumes from there." in output
     again = trm(*command[1:], "--max-steps", step + 3, cwd=workspace)
-    # A busy machine does not store what the first steps measured, so the plan may change between two starts.
-    assert re.search(rf"Resuming long after step {step}( \([^)]*\))?\.", again.stderr)
+    assert f"Resuming long after step {step}." in again.stderr
     assert f"after step {step + 3}," in again.stdout
 
 

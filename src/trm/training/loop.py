@@ -89,7 +89,7 @@ class Trainer:
 
     def tune_with(self, planner: Planner) -> None:
         # The peak of a process that has read a checkpoint says less about its steps.
-        self.tuner.start_warmup(planner, self._use, cache=not self.state.step)
+        self.tuner.start_warmup(planner, self._try_out, cache=not self.state.step)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
         metrics = StepMetrics(self.log)
@@ -194,12 +194,18 @@ class Trainer:
             if threads is not None:
                 self.state.learner.reconfigure(replace(self.state.plan.execution, threads=threads))
 
+    def _try_out(self, trial: Plan) -> None:
+        """Put a trial into effect. Checkpoints keep the provisional plan: a trial is not a decision."""
+        self.state.learner.reconfigure(trial.execution)
+        self.resources.memory.apply(trial)
+        self.resources.threads.apply(trial)
+
     def _use(self, plan: Plan) -> None:
         if plan.execution.compiled_size is None:  # a compile trial has already reconfigured the learner
             self.state.learner.reconfigure(plan.execution)
-        before = self.state.plan
-        if (plan.micro_batch_size, plan.memory) != (before.micro_batch_size, before.memory):
-            self.resources.memory.apply(plan)  # the same size keeps what memory pressure made of it
+        memory = self.resources.memory
+        if (plan.micro_batch_size, plan.memory) != (memory.plan.micro_batch_size, memory.plan.memory):
+            memory.apply(plan)  # the same size keeps what memory pressure made of it
         self.resources.threads.apply(plan)
         self.state.plan = plan
 

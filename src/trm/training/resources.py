@@ -53,6 +53,7 @@ class MemoryControl:
         self.apply(plan)
 
     def apply(self, plan: Plan) -> None:
+        self.plan = plan
         self.manager = MemoryManager(
             batch_size=plan.micro_batch_size,
             largest=plan.micro_batch_size,
