@@ -24,7 +24,9 @@ import numpy as np
 
 from macbook_optimization.durable_files import Buffer, FileDigest, sync, write_synced
 from macbook_optimization.errors import CheckpointError, NonFiniteError
-from macbook_optimization.json_types import JsonMapping, JsonObject
+from macbook_optimization.file_errors import SHORTAGES, hint_for, reason_of
+from macbook_optimization.input_files import open_input, read_input, read_json
+from macbook_optimization.json_types import JsonMapping, JsonObject, parse_json
 from macbook_optimization.units import MIB
 
 SCHEMA = 2
@@ -69,7 +71,9 @@ class Checkpoint:
         load_file = importlib.import_module(f"safetensors.{framework}").load_file
         try:
             return dict(load_file(self.path / f"{name}.safetensors"))
-        except (OSError, SafetensorError) as error:  # a running trainer may just have removed it
+        except OSError as error:  # a running trainer may just have removed it
+            raise CheckpointError(f"{self.path} has no readable {name}: {error}", hint_for(error)) from error
+        except (RuntimeError, SafetensorError) as error:  # the library opens files without OSError
             raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
 
     def load_all(self) -> dict[str, TensorDict]:
@@ -85,7 +89,7 @@ def step_of(path: Path) -> int:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    metadata = read_json(path / "state.json", _MAX_JSON_BYTES)
     return Checkpoint(path, int(metadata["step"]), metadata)
 
 
@@ -94,13 +98,16 @@ def find_damage(path: Path) -> str | None:
     try:
         return _find_damage(path)
     except PermissionError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}", hint_for(error)) from error
     except FileNotFoundError as error:
         return f"incomplete or unreadable ({Path(error.filename).name} is missing)"
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
         return "incomplete or unreadable (the manifest or the state is invalid)"
     except (OSError, ValueError) as error:
-        return f"incomplete or unreadable ({error})"
+        if isinstance(error, OSError) and error.errno in SHORTAGES:  # the checkpoint may be intact
+            raise CheckpointError(f"Cannot read {path}: {error.strerror}", hint_for(error)) from error
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        return f"incomplete or unreadable ({reason})"
 
 
 def _find_damage(path: Path) -> str | None:
@@ -126,8 +133,8 @@ def _read_manifest(path: Path) -> Manifest:
     file = path / "manifest.json"
     if _file_size(file) > _MAX_JSON_BYTES:
         raise ValueError("manifest.json is too large")
-    text = file.read_text(encoding="utf-8")
-    manifest: Manifest = json.loads(text)
+    text = read_input(file, _MAX_JSON_BYTES).decode()
+    manifest: Manifest = parse_json(text)
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     is_intact = text == signed(content)
     # An intact manifest of another schema, or one from before manifests were signed, is not damage: setting
@@ -155,7 +162,7 @@ def _find_malformed(path: Path, names: Iterable[str]) -> str | None:
     for name in names:
         if not name.endswith(".safetensors"):
             continue
-        with (path / name).open("rb") as file:
+        with open_input(path / name) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > _MAX_HEADER_BYTES:
             return f"{name} is malformed (its header has {header_bytes} bytes)"
@@ -248,5 +255,5 @@ def _is_finite(tensor: Any) -> bool:
 
 
 def _digest(path: Path) -> FileDigest:
-    with path.open("rb") as file:
+    with open_input(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

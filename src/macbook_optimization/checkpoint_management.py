@@ -11,12 +11,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from macbook_optimization.checkpoint_files import (
     Checkpoint,
@@ -35,11 +36,22 @@ from macbook_optimization.durable_files import (
     sync,
 )
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import MIB
 
 _SPARE_BYTES = MIB  # for the manifest, the other files of a run, and the file system's metadata
+_MAX_BEST_BYTES = MIB  # a few metrics take a few hundred bytes
 _NAME = re.compile(r"step-\d{8,15}")
+
+
+Warn: TypeAlias = Callable[[str], None]
+
+
+def python_warning(text: str) -> None:
+    """Report as a library does; a command prints the text instead."""
+    warnings.warn(text, stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +173,45 @@ class CheckpointManager:
     def best(self) -> JsonObject | None:
         """Return the record of the best checkpoint, or None if there is no valid one."""
         try:
-            return checked_best(json.loads(self.best_file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, RecursionError):
+            return checked_best(read_json(self.best_file, _MAX_BEST_BYTES))
+        except (OSError, ValueError):
             return None
 
     def is_intact(self, name: str) -> bool:
         path = self.directory / name
         return path.is_dir() and find_damage(path) is None
 
-    def best_or_newest(self) -> Checkpoint:
-        """Return the checkpoint to use for inference."""
+    def best_problem(self) -> str | None:
+        """Return why the recorded best checkpoint cannot be used; None if it can, or if none is recorded."""
+        if not os.path.lexists(self.best_file):
+            return None
         best = self.best()
-        if best is not None and self.is_intact(best["checkpoint"]):
+        if best is None:
+            return f"{self.best_file} cannot be read, or does not name a checkpoint"
+        path = self.directory / best["checkpoint"]
+        if not path.is_dir():
+            return f"{path.name}, the best checkpoint of {self.best_file.parent}, is missing"
+        damage = find_damage(path)
+        if damage is None:
+            return None
+        return f"{path.name}, the best checkpoint of {self.best_file.parent}, is damaged ({damage})"
+
+    def best_or_newest(self, warn: Warn = python_warning) -> Checkpoint:
+        """Return the checkpoint to use for inference. `warn` receives why it is not the best one.
+
+        A run that was not evaluated yet has no best checkpoint, which needs no warning.
+        """
+        problem = self.best_problem()
+        best = self.best()
+        if best is not None and problem is None:
             return open_checkpoint(self.directory / best["checkpoint"])
         newest = self.newest_intact()
         if newest is not None:
+            saved = checked_best(newest.metadata.get("best"))
+            if best is None and saved is not None and saved["checkpoint"] != newest.path.name:
+                problem = problem or f"{self.best_file} is missing"
+            if problem is not None:
+                warn(f"{problem}; {newest.path.name}, the newest intact checkpoint, is used instead")
             return newest
         if self._newest_first():
             raise CheckpointError(
@@ -276,7 +312,7 @@ def _set_aside(path: Path, reason: str, prefix: str = "damaged") -> str:
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    hint = hint_for(error, "Check the disk.")
     return CheckpointError(
-        f"Cannot write {path}: {error.strerror or error}",
-        hint="Free some disk space or make the directory writable; earlier checkpoints are untouched.",
+        f"Cannot write {path}: {reason_of(error)}", hint=f"{hint} Earlier checkpoints are untouched."
     )

@@ -28,6 +28,7 @@ from typing import IO, Any, TypedDict, Unpack
 
 from macbook_optimization import errors
 from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.progress_lines import CLEAR_LIVE_LINES
 
 Send = Callable[[Any], None]  # reports one JSON-able row to the parent
 # Phrases in which libraries and the interpreter report an OOM. "map segment" is the ImportError of a shared
@@ -39,10 +40,10 @@ _OOM_PHRASES = (
     "returned NULL without setting",
     "error return without exception set",
     "Resource temporarily unavailable",
+    "can't start new thread",
 )
 _NOT_OOM_SIGNALS = (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
-_SHOW_CURSOR = b"\033[?25h"
 
 
 class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides whether it is an error
@@ -183,12 +184,17 @@ def _receive(
         elif kind == "crash":
             crash = value
     returncode = child.wait()
-    if os.isatty(2):
-        os.write(2, _SHOW_CURSOR)  # the child's live display may have hidden it
+    _clear_live_lines()
     stderr.seek(0)
     last_line = stderr.read().strip().splitlines()[-1:]
     last_output = crash or " ".join(last_line)
     raise ChildDied(returncode, bool(crash), last_output, timeout.has_expired)
+
+
+def _clear_live_lines() -> None:
+    """Remove what the live display of a child that cannot do so itself has left on our terminal."""
+    if os.isatty(2):
+        os.write(2, CLEAR_LIVE_LINES.encode())
 
 
 @dataclass(slots=True)
@@ -214,6 +220,7 @@ def _forwarded_signals(child: subprocess.Popen[str]) -> Iterator[None]:
     def pause(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGSTOP)
+        _clear_live_lines()  # for the shell's prompt
         os.kill(os.getpid(), signal.SIGSTOP)
         # Execution continues here after a SIGCONT to this process.
         with suppress(ProcessLookupError):

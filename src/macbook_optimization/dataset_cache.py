@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import BUILD_FILE, ArrayFile, digests, open_files
+from macbook_optimization.dataset_files import BUILD_FILE, MAX_JSON_BYTES, ArrayFile, digests, open_files
 from macbook_optimization.durable_files import (
     make_directory,
     partial_path,
@@ -30,6 +30,7 @@ from macbook_optimization.durable_files import (
     write_synced,
 )
 from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import open_input, read_input
 
 Progress = Callable[[str, int, int], None]  # description, amount done, total
 Result = TypeVar("Result")
@@ -51,7 +52,7 @@ class CacheSource:
         """Hash the names and the content of all files, but not the location of the dataset."""
         digest = hashlib.sha256(_CACHE_SCHEMA)
         for path in (*self.texts, *(array.path for array in self.arrays)):
-            with path.open("rb") as file:
+            with open_input(path) as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             digest.update(f"\n{path.relative_to(self.dataset).as_posix()} {content}".encode())
         return digest.hexdigest()
@@ -131,7 +132,7 @@ def _write_cache(cache: Path, source: CacheSource, pool: ChunkPool) -> None:
     partial = partial_path(cache)
     try:
         for text in source.texts:
-            _write(partial / text.relative_to(source.dataset), [text.read_bytes()])
+            _write(partial / text.relative_to(source.dataset), [read_input(text, MAX_JSON_BYTES)])
         for array in source.arrays:
             _write(partial / array.path.relative_to(source.dataset), _narrowed(array, pool))
         _write(partial / BUILD_FILE, [json.dumps({"sha256": digests(partial)}).encode()])

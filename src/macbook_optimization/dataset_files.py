@@ -6,20 +6,22 @@ of each file is enough to check that the arrays belong together.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import open_input, read_json
 from macbook_optimization.units import MIB
 
 BUILD_FILE = "build.json"  # how a dataset was built here, and the sha256 of its arrays
@@ -27,8 +29,11 @@ FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_ind
 OPTIONAL_FIELDS = ("lengths",)  # tokens per example, for tasks of variable length
 REBUILD_HINT = "Build the dataset again, or copy it again."
 # What NumPy raises for truncated or changed headers. Its header parser lets the last three through.
-_BAD_HEADER = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, TokenError)
+_BAD_HEADER = (ValueError, EOFError, LookupError, OverflowError, SyntaxError, TypeError, TokenError)
+# By version of the format. Version 3 differs in the names of fields, which arrays of integers do not have.
+_HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _SCAN_BYTES = 8 * MIB
+MAX_JSON_BYTES = 256 * MIB  # of a file beside the arrays; the names of a million puzzle identifiers take 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +70,37 @@ class ArrayFile:
             return np.array(self.mapped()[start:stop], order="C")
         shape = (stop - start, *self.shape[1:])
         try:
-            with self.path.open("rb") as file:
+            with open_input(self.path) as file:
                 file.seek(self.offset + start * self.row_bytes)
                 values = np.fromfile(file, self.dtype, count=int(np.prod(shape)))
         except OSError as error:
-            raise _cannot_read(self.path, error) from error
+            raise cannot_read(self.path, error) from error
         if values.size < np.prod(shape):  # the file had the right size when its header was read
             raise DataError(f"{self.path} was truncated while it was in use", hint=REBUILD_HINT)
         return values.reshape(shape)
 
 
-def _cannot_read(path: Path, error: OSError) -> DataError:
-    return DataError(f"Cannot read {path}: {error.strerror or error}", hint=REBUILD_HINT)
+def cannot_read(path: Path, error: OSError) -> DataError | MemoryError:
+    """Return what to raise for a failed read: a trainer without memory resumes with a smaller plan."""
+    if error.errno == errno.ENOMEM:
+        return MemoryError(f"Cannot read {path}: {reason_of(error)}")
+    return DataError(f"Cannot read {path}: {reason_of(error)}", hint=hint_for(error, REBUILD_HINT))
 
 
 def _map(path: Path) -> np.memmap[Any, np.dtype[Any]]:
     """Map an array, which reads only its header. Unlike `np.load`, this can never unpickle anything."""
     try:
-        return npy.open_memmap(path, mode="r")
+        with open_input(path) as file:
+            read_header = _HEADER_READERS[npy.read_magic(file)]
+            shape, fortran_order, dtype = read_header(file)
+            if dtype.hasobject:
+                raise ValueError("it holds Python objects")
+            order: Literal["F", "C"] = "F" if fortran_order else "C"
+            return np.memmap(file, dtype, "r", file.tell(), shape, order)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing", hint=REBUILD_HINT) from error
     except OSError as error:
-        raise _cannot_read(path, error) from error
+        raise cannot_read(path, error) from error
     except _BAD_HEADER as error:
         raise DataError(f"{path} is truncated or not an array: {error}", hint=REBUILD_HINT) from error
 
@@ -123,7 +137,7 @@ def scan(file: ArrayFile) -> Content:
     lows: list[int] = []
     highs: list[int] = []
     try:
-        with file.path.open("rb") as stream:
+        with open_input(file.path) as stream:
             file_digest.update(stream.read(file.offset))
             for start in range(0, len(file), rows_per_chunk):
                 chunk = file.rows(start, min(start + rows_per_chunk, len(file)))
@@ -136,7 +150,7 @@ def scan(file: ArrayFile) -> Content:
                 file_digest.update(rest)
         file_sha256 = _sha256(file.path) if file.fortran_order else file_digest.hexdigest()
     except OSError as error:
-        raise _cannot_read(file.path, error) from error
+        raise cannot_read(file.path, error) from error
     return Content(
         value_digest.hexdigest(),
         least=min(lows, default=0),
@@ -248,7 +262,7 @@ def check_digests(dataset: Path, split: str, computed: Mapping[str, str] | None 
     """
     known = computed or {}
     try:
-        recorded = json.loads((dataset / BUILD_FILE).read_bytes())["sha256"]
+        recorded = read_json(dataset / BUILD_FILE, MAX_JSON_BYTES)["sha256"]
         in_split = re.compile(rf"{re.escape(split)}/\w+\.npy")  # never a path out of the dataset
         expected = {dataset / file: digest for file, digest in recorded.items() if in_split.fullmatch(file)}
         changed = [
@@ -258,7 +272,9 @@ def check_digests(dataset: Path, split: str, computed: Mapping[str, str] | None 
         if Path(error.filename).name == BUILD_FILE:
             return
         raise DataError(f"{error.filename} is missing", hint=REBUILD_HINT) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise cannot_read(Path(error.filename or dataset / BUILD_FILE), error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{dataset / BUILD_FILE} cannot be read: {error}", hint=REBUILD_HINT) from error
     if changed:
         raise DataError(
@@ -268,5 +284,5 @@ def check_digests(dataset: Path, split: str, computed: Mapping[str, str] | None 
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

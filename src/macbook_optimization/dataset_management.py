@@ -25,6 +25,7 @@ from macbook_optimization.dataset_loading import StreamingDataset as StreamingDa
 from macbook_optimization.dataset_loading import single_chunk
 from macbook_optimization.dataset_rows import RowReader
 from macbook_optimization.errors import ConfigError, DataError
+from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.units import MIB as MIB
 
 # Assumed, not measured: the rest of the available memory is for weights and activations.
@@ -164,7 +165,9 @@ class DatasetManager:
                 source, Path(cache_dir), settings.chunk_bytes, settings.preprocessing_workers, progress
             )
         except OSError as error:
-            raise DataError(f"Cannot cache {dataset} in {cache_dir}: {error.strerror or error}") from error
+            raise DataError(
+                f"Cannot cache {dataset} in {cache_dir}: {reason_of(error)}", hint=hint_for(error)
+            ) from error
 
 
 def choose_strategy(num_bytes: int, available: int, settings: DatasetSettings) -> tuple[str, str]:

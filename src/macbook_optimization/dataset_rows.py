@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from macbook_optimization.dataset_files import REBUILD_HINT, ArrayFile
+from macbook_optimization.dataset_files import REBUILD_HINT, ArrayFile, cannot_read
 from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import open_descriptor
 from macbook_optimization.memory_readings import return_freed_memory
 
 IntArray = NDArray[np.int64]
@@ -55,7 +56,8 @@ class RowReader:
         elif strategy == "mapped" or any(file.fortran_order for file in self.files):
             self.arrays = tuple(file.mapped() for file in self.files)
         else:
-            self.descriptors = tuple(os.open(file.path, os.O_RDONLY) for file in self.files)
+            for file in self.files:
+                self.descriptors += (_open(file),)
             self.pool = ThreadPoolExecutor(1, "read-ahead")
 
     def take(self, examples: IntArray) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -123,10 +125,17 @@ class RowReader:
         try:
             content = os.pread(self.descriptors[which], file.row_bytes, position)
         except OSError as error:
-            raise DataError(f"Cannot read {file.path}: {error.strerror}") from error
+            raise cannot_read(file.path, error) from error
         if len(content) < file.row_bytes:  # the file had the right size when its header was read
             raise DataError(f"{file.path} was truncated while it was in use", hint=REBUILD_HINT)
         return np.frombuffer(content, file.dtype)
+
+
+def _open(file: ArrayFile) -> int:
+    try:
+        return open_descriptor(file.path)
+    except OSError as error:
+        raise cannot_read(file.path, error) from error
 
 
 def release_pages(array: NDArray[Any]) -> None:

@@ -11,7 +11,9 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -25,6 +27,7 @@ from macbook_optimization.units import MIB
 
 Buffer = bytes | memoryview
 _WRITE_BYTES = 8 * MIB
+_WRITER = re.compile(r"([0-9]{1,9})-[0-9]+")  # PID and thread, in the name of a temporary file
 
 
 class FileDigest(TypedDict):
@@ -34,15 +37,19 @@ class FileDigest(TypedDict):
     sha256: str
 
 
-def write_synced(path: Path, parts: Iterable[Buffer]) -> FileDigest:
+def write_synced(path: Path, parts: Iterable[Buffer], permissions: int | None = None) -> FileDigest:
     """Write a new file from these buffers and return its size and sha256.
 
     Both describe the bytes passed in, not the bytes on disk: a later comparison detects a failing disk.
+    `permissions` are those of the file [default: what the umask leaves]. An existing path is an error.
     """
     digest = hashlib.sha256()
     size = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    initial = 0o666 if permissions is None else permissions & 0o600  # never readable by more people
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, initial)
     try:
+        if permissions is not None and stat.S_IMODE(os.fstat(descriptor).st_mode) != permissions:
+            os.fchmod(descriptor, permissions)
         for part in parts:
             content = memoryview(part).cast("B")
             for start in range(0, len(content), _WRITE_BYTES):
@@ -59,10 +66,13 @@ def write_synced(path: Path, parts: Iterable[Buffer]) -> FileDigest:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old content or the new, never a mixture."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Replace a file atomically: readers see the old content or the new, never a mixture.
+
+    The permissions of an existing file are kept.
+    """
+    partial = partial_path(path)
     try:
-        write_synced(partial, [content])
+        write_synced(partial, [content], _permissions(path))
         os.replace(partial, path)
     except OSError:
         with suppress(OSError):
@@ -71,17 +81,52 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def _permissions(path: Path) -> int | None:
+    """Return who may read, write and execute a file; None if there is none."""
+    try:
+        return os.stat(path).st_mode & 0o777
+    except FileNotFoundError:
+        return None
+
+
 def partial_path(path: Path) -> Path:
     """Return a temporary path next to `path`, unique to this thread, to be renamed to `path` when complete.
 
     Leftovers of processes that were killed are removed. Those of running processes stay: they may be writing
     the same thing.
     """
+    own = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        pid, _, _ = leftover.name.split(".")[-2].partition("-")
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+        pid = _WRITER.fullmatch(leftover.name.split(".")[-2])
+        if leftover == own or (pid is not None and not psutil.pid_exists(int(pid[1]))):
+            _remove(leftover)
+    return own
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        os.unlink(path)
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `path` at the end. After an exception, nothing is left."""
+    partial = partial_path(path)
+    missing = [directory for directory in path.parents if not directory.is_dir()]
+    try:
+        make_directory(partial)
+        yield partial
+        os.rename(partial, path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):  # something else is in it by now, or it was never created
+                os.rmdir(parent)
+        raise
 
 
 def make_directory(path: Path) -> None:

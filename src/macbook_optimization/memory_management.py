@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from macbook_optimization.errors import ConfigError
 from macbook_optimization.hardware_detection import MemorySpecs
 from macbook_optimization.memory_readings import MemoryMonitor as MemoryMonitor
 from macbook_optimization.memory_readings import MemoryStats as MemoryStats
@@ -110,6 +111,22 @@ class Adjustment:
     returned_bytes: int = 0  # released by the garbage collection that follows a shrink
 
 
+def _size_in_bytes(name: str, megabytes: float | None, size: float | None) -> float:
+    """Return a size that was given under one of its two names."""
+    if (megabytes is None) == (size is None):
+        given = "missing" if size is None else "given twice"
+        raise ConfigError(
+            f"{name} is {given}", hint=f"Give either {name}_mb, in megabytes, or {name}, in bytes."
+        )
+    value, key = (size, name) if megabytes is None else (megabytes, f"{name}_mb")
+    if value is None or not 0 < value < math.inf:  # which NaN is not
+        raise ConfigError(
+            f"{key} is {value}; it must be above 0 and finite",
+            hint="HardwareDetector().detect_memory_specs() reports the memory of this machine, in bytes.",
+        )
+    return value if megabytes is None else value * MIB
+
+
 @dataclass(slots=True)
 class MemoryManager:
     """The controller of the micro-batch size: how many examples are computed together.
@@ -133,20 +150,35 @@ class MemoryManager:
 
     def calculate_optimal_batch_size(
         self,
-        model_size_mb: float,
-        available_memory_mb: float,
+        model_size_mb: float | None = None,
+        available_memory_mb: float | None = None,
         safety_margin: float = 0.8,
         memory_model: MemoryModel | None = None,
+        *,
+        model_size: float | None = None,
+        available_memory: float | None = None,
     ) -> int:
         """Return the largest batch that fits into the safe share of memory, at least 1, and start from it.
 
-        Pass a measured `memory_model` if there is one. The default was measured for the paper's Sudoku model
+        `model_size` and `available_memory` are the same sizes in bytes, as `MemorySpecs` has them. Pass a
+        measured `memory_model` if there is one. The default was measured for the paper's Sudoku model
         (27 MB of weights, float32): 300 MB for the process, five times the weights (weights, gradient, two
         moments, EMA), and four times the weights per example.
         """
-        size = model_size_mb * MIB
-        model = memory_model or MemoryModel(300 * MIB + int(5 * size), max(1, int(4 * size)))
-        self.batch_size = max(1, model.largest_batch(available_memory_mb * MIB * safety_margin))
+        weights = _size_in_bytes("model_size", model_size_mb, model_size)
+        available = _size_in_bytes("available_memory", available_memory_mb, available_memory)
+        if available < MIB:
+            raise ConfigError(
+                f"available_memory is {available:g} bytes; it must be at least {MIB:,}",
+                hint="Give megabytes as available_memory_mb.",
+            )
+        if not 0 < safety_margin <= 1:
+            raise ConfigError(
+                f"safety_margin is {safety_margin}; it must be above 0 and at most 1",
+                hint="It is the share of the memory to use; 0.8 is the default.",
+            )
+        model = memory_model or MemoryModel(300 * MIB + int(5 * weights), max(1, int(4 * weights)))
+        self.batch_size = max(1, model.largest_batch(available * safety_margin))
         self.largest = self.batch_size
         return self.batch_size
 
@@ -161,6 +193,11 @@ class MemoryManager:
 
     def adjust_batch_size_dynamically(self, current_usage: float) -> int:
         """Return the batch size for this memory usage of the machine, from 0 to 1 or in percent."""
+        if not 0 <= current_usage <= 100:
+            raise ConfigError(
+                f"current_usage is {current_usage}; it must be from 0 to 1, or a percentage up to 100",
+                hint="monitor_memory_usage().percent_used is the usage of this machine.",
+            )
         percent = current_usage if current_usage > 1 else 100 * current_usage
         self._react_to_usage(percent)
         return self.batch_size

@@ -6,7 +6,6 @@ run: the caller decides what to do about a report. A megabyte is 2**20 bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,7 +21,9 @@ from typing import Any, TypedDict, cast
 
 import psutil
 
+from macbook_optimization.dataset_files import MAX_JSON_BYTES, cannot_read
 from macbook_optimization.errors import ConfigError, DataError, LaptopError
+from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.performance_checks import Leak as Leak
 from macbook_optimization.performance_checks import MemoryLeakDetector as MemoryLeakDetector
@@ -91,7 +92,7 @@ class PerformanceBenchmark:
             directory = Path(name)
             (directory / "recipe.yaml").write_text(recipe, encoding="utf-8")
             peak = _train(directory, duration_minutes)
-            plan = json.loads((directory / "run" / "plan.json").read_text(encoding="utf-8"))
+            plan = read_json(directory / "run" / "plan.json", MIB)
             rows = Run(directory / "run").rows()
         return summarise_rows(rows, peak, plan.get("budget_bytes") or available, available_cores())
 
@@ -156,7 +157,9 @@ def _task_of(dataset: Path) -> str:
     if not path.is_file():  # built by the reference implementation, whose layout does not name the task
         return "sudoku"
     try:
-        return str(json.loads(path.read_bytes()).get("task", "sudoku"))
+        return str(read_json(path, MAX_JSON_BYTES).get("task", "sudoku"))
+    except OSError as error:
+        raise cannot_read(path, error) from error
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path} does not describe how the dataset was built: {error}") from error
 

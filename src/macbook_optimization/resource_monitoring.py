@@ -54,8 +54,12 @@ class ThermalState(Mapping[str, bool | float | str | None]):
     def __len__(self) -> int:
         return len(fields(self))
 
-    def is_too_hot(self, limit_celsius: float) -> bool | None:
-        """Whether the processor is above the limit or throttling; None if the system reports neither."""
+    def is_too_hot(self, limit_celsius: float = 85.0) -> bool | None:
+        """Whether the processor is above the limit or throttling; None if the system reports neither.
+
+        None is false in an `if`, so a machine that reports nothing is never paused. A Mac reports no
+        temperature, so there the answer depends on throttling alone.
+        """
         if self.temperature is not None and self.temperature > limit_celsius:
             return True
         if self.temperature is None and self.is_throttling is None:

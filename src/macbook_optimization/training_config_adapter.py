@@ -15,7 +15,7 @@ from macbook_optimization.errors import MemoryBudgetError
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MARGIN, MemoryModel
-from macbook_optimization.units import GIB, MIB
+from macbook_optimization.units import GIB, MIB, counted
 
 Checkpointing = Literal["none", "alternate", "all"]
 
@@ -228,14 +228,14 @@ class _Validator:
     def threads(self, name: str, value: Any) -> None:
         limit = self.cpu.threads if self.cpu.quota is None else max(1, int(self.cpu.quota))
         if self.positive(name, value) and value > limit:
-            reason = f"this machine runs {limit} threads in parallel"
+            reason = f"this machine runs {counted(limit, 'thread')} in parallel"
             self.correct(name, value, self.cpu.compute_threads, reason)
 
     def workers(self, name: str, value: Any) -> None:
         if not isinstance(value, int) or value < 0:
             self.errors.append(f"{name} is {value!r}; it must be 0 or more")
         elif value > self.cpu.threads:
-            reason = f"this machine runs {self.cpu.threads} threads in parallel"
+            reason = f"this machine runs {counted(self.cpu.threads, 'thread')} in parallel"
             self.correct(name, value, self.cpu.threads, reason)
 
     def limit(self, name: str, value: Any) -> None:

@@ -254,11 +254,42 @@ INVALID_BEST = [
 
 
 @pytest.mark.parametrize("content", INVALID_BEST)
-def test_an_invalid_best_file_is_ignored(manager, content):
+def test_an_invalid_best_file_is_replaced_by_the_newest_checkpoint_with_a_warning(manager, content):
     save(manager, 1)
     manager.best_file.write_text(content)
     assert manager.best() is None
+    with pytest.warns(UserWarning, match="best cannot be read, .*; step-00000001, the newest .* instead"):
+        assert manager.best_or_newest().step == 1
+
+
+def test_a_best_file_that_is_not_a_file_is_reported(manager):
+    save(manager, 1)
+    manager.best_file.symlink_to(manager.best_file)
+    with pytest.warns(UserWarning, match="best cannot be read"):
+        assert manager.best_or_newest().step == 1
+
+
+def test_a_run_that_has_no_best_checkpoint_yet_needs_no_warning(manager, recwarn):
+    save(manager, 1)
+    assert manager.best_problem() is None
     assert manager.best_or_newest().step == 1
+    manager.mark_best({"checkpoint": "step-00000001"})
+    assert manager.best_problem() is None
+    assert manager.best_or_newest().step == 1
+    assert not recwarn.list
+
+
+def test_a_best_file_that_was_removed_is_reported(manager):
+    """Checkpoints remember what was the best when they were saved."""
+    said = []
+    manager.save(1, {"weights": {"w": torch.zeros(3)}}, {"best": {"checkpoint": "step-00000001"}})
+    assert manager.best_or_newest(said.append).step == 1
+    assert said == [], "the newest is the best: the process was killed before it could mark it"
+    manager.save(2, {"weights": {"w": torch.zeros(3)}}, {"best": {"checkpoint": "step-00000001"}})
+    assert manager.best_or_newest(said.append).step == 2
+    assert said == [
+        f"{manager.best_file} is missing; step-00000002, the newest intact checkpoint, is used instead"
+    ]
 
 
 def test_the_best_file_may_hold_any_finite_metrics():
@@ -309,7 +340,13 @@ def test_a_lost_best_checkpoint_falls_back_to_the_newest(manager):
     manager.mark_best({"checkpoint": best.path.name})
     save(manager, 2)
     (best.path / "state.json").unlink()
-    assert manager.best_or_newest().step == 2
+    said = []
+    assert manager.best_or_newest(said.append).step == 2
+    assert "step-00000001, the best checkpoint of" in said[0]
+    assert "is damaged (" in said[0]
+    shutil.rmtree(best.path)
+    assert manager.best_or_newest(said.append).step == 2
+    assert "is missing; step-00000002, the newest intact checkpoint, is used instead" in said[1]
 
 
 def test_numpy_arrays_are_saved_and_loaded_like_tensors(tmp_path):

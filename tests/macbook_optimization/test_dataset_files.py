@@ -1,8 +1,12 @@
 """Arrays are read once for their values and their hashes, and lengths of examples are optional."""
 
+import errno
 import hashlib
 import json
 import os
+import resource
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from macbook_optimization.dataset_files import (
     BUILD_FILE,
     FIELDS,
     array_file,
+    cannot_read,
     check_digests,
     digests,
     read_headers,
@@ -134,3 +139,44 @@ def test_recorded_hashes_cover_the_lengths(dataset):
     np.save(path, np.zeros(8, np.uint8))
     with pytest.raises(DataError, match=r"all__lengths\.npy is not what was built"):
         check_digests(dataset, "train")
+
+
+@pytest.mark.parametrize("name", ["train/all__inputs.npy", "train/all__lengths.npy", BUILD_FILE])
+def test_a_pipe_in_the_place_of_a_file_is_refused_immediately(dataset, name):
+    (dataset / name).unlink(missing_ok=True)
+    os.mkfifo(dataset / name)
+    with pytest.raises(DataError, match=rf"Cannot read .*{name}: it is a pipe, not a regular file"):
+        dataset_files.open_files(dataset, "train")
+
+
+def test_a_pipe_that_replaced_an_array_is_refused_immediately(dataset):
+    array = array_file(dataset / "train" / "all__inputs.npy")
+    array.path.unlink()
+    os.mkfifo(array.path)
+    for read in (lambda: array.rows(0, 1), lambda: scan(array), array.mapped):
+        with pytest.raises(DataError, match="it is a pipe"):
+            read()
+
+
+def test_too_many_open_files_is_not_the_fault_of_the_dataset(dataset):
+    opened = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 5, hard))
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(DataError, match="Too many open files") as refused:
+            array_file(dataset / "train" / "all__inputs.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in opened:
+            os.close(descriptor)
+    assert "ulimit -n" in refused.value.hint
+
+
+def test_a_shortage_of_memory_stays_one_and_is_not_blamed_on_the_data():
+    """The supervisor resumes with a smaller plan after it; an error of the data would end the run."""
+    shortage = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), "set/train/dataset.json")
+    assert isinstance(cannot_read(Path("set/train/dataset.json"), shortage), MemoryError)
+    assert isinstance(cannot_read(Path("set"), OSError(errno.EIO, "damaged")), DataError)

@@ -119,3 +119,12 @@ def test_the_manager_opens_rows_by_its_strategy(tmp_path, changes, strategy):
     stored, _ = files(tmp_path)
     reader = DatasetManager(DatasetSettings(**changes)).open_rows(stored)
     assert reader.strategy == strategy
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_pipe_that_replaced_an_array_is_refused_by_every_strategy(tmp_path, strategy):
+    stored, _ = files(tmp_path)
+    stored["labels"].path.unlink()
+    os.mkfifo(stored["labels"].path)
+    with pytest.raises(DataError, match="it is a pipe"):
+        RowReader(stored, strategy)

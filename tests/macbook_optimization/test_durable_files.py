@@ -7,7 +7,14 @@ import os
 import pytest
 
 from macbook_optimization import durable_files
-from macbook_optimization.durable_files import free_bytes, make_directory, replace_file, sync, write_synced
+from macbook_optimization.durable_files import (
+    free_bytes,
+    make_directory,
+    partial_path,
+    replace_file,
+    sync,
+    write_synced,
+)
 
 
 def test_size_and_hash_describe_the_bytes_that_were_passed_in(tmp_path):
@@ -35,6 +42,25 @@ def test_a_failed_replacement_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         replace_file(tmp_path / "file", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_leftovers_of_killed_processes_are_removed_and_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    reused = partial_path(tmp_path / "file")  # a process of the same PID was killed
+    reused.symlink_to("precious")
+    (tmp_path / ".file.999999999-1.partial").write_text("half")
+    (tmp_path / f".file.{os.getpid()}-1.partial").write_text("another thread is writing it")
+    replace_file(tmp_path / "file", b"new")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found.pop(f".file.{os.getpid()}-1.partial")
+    assert found == {"precious": "text", "file": "new"}
+
+
+def test_an_existing_file_is_never_truncated(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_synced(tmp_path / "file", [b"new"])
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_missing_parents_are_created(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from macbook_optimization.errors import MemoryBudgetError
+from macbook_optimization.errors import ConfigError, MemoryBudgetError
 from macbook_optimization.hardware_detection import GIB, MemorySpecs
 from macbook_optimization.memory_management import (
     MARGIN,
@@ -83,6 +83,46 @@ def test_the_documented_calculation_is_safe_and_follows_a_measured_line():
     line = MemoryModel(1000 * MIB, 100 * MIB)
     assert manager.calculate_optimal_batch_size(100, 6000, 0.8, memory_model=line) == 38
     assert manager.calculate_optimal_batch_size(5000, 1000) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"model_size_mb": 0, "available_memory_mb": 6000}, "model_size_mb is 0"),
+        ({"model_size_mb": 100, "available_memory_mb": -6000}, "available_memory_mb is -6000"),
+        ({"model_size_mb": math.nan, "available_memory_mb": 6000}, "model_size_mb is nan"),
+        ({"model_size_mb": 100, "available_memory_mb": math.inf}, "available_memory_mb is inf"),
+        ({"model_size": -1, "available_memory": 2**32}, "model_size is -1"),
+        ({"model_size": 100, "available_memory": 6000}, "available_memory is 6000 bytes"),
+        ({"model_size_mb": 100, "model_size": 1, "available_memory_mb": 1}, "model_size is given twice"),
+        ({"model_size_mb": 100}, "available_memory is missing"),
+        ({"model_size_mb": 1, "available_memory_mb": 1, "safety_margin": 0}, "safety_margin is 0"),
+        ({"model_size_mb": 1, "available_memory_mb": 1, "safety_margin": math.nan}, "safety_margin is nan"),
+    ],
+)
+def test_the_documented_calculation_refuses_sizes_that_mean_nothing(sizes, problem):
+    manager = MemoryManager(batch_size=4)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        manager.calculate_optimal_batch_size(**sizes)
+    assert refused.value.hint
+    assert manager.batch_size == 4
+
+
+@pytest.mark.parametrize("usage", [-0.5, 101, math.nan, math.inf])
+def test_an_impossible_memory_usage_is_refused(usage):
+    with pytest.raises(ConfigError, match="current_usage is"):
+        MemoryManager(batch_size=4).adjust_batch_size_dynamically(usage)
+
+
+def test_the_documented_calculation_takes_bytes_under_the_names_without_a_unit():
+    manager = MemoryManager()
+    assert manager.calculate_optimal_batch_size(model_size=100 * MIB, available_memory=6000 * MIB) == 10
+    assert manager.calculate_optimal_batch_size(100, available_memory=6000 * MIB) == 10
+
+
+def test_the_documented_calculation_refuses_an_unknown_keyword():
+    with pytest.raises(TypeError, match="modelsize"):
+        MemoryManager().calculate_optimal_batch_size(100, 6000, modelsize=1)
 
 
 class Machine:

@@ -103,6 +103,11 @@ def test_a_machine_is_too_hot_above_the_limit_or_when_it_throttles(temperature, 
     assert state.is_too_hot(limit_celsius=90) is expected
 
 
+def test_the_usual_limit_is_85_degrees():
+    assert ThermalState(None, 85.5, level=None, speed_limit_percent=None).is_too_hot()
+    assert not ThermalState(None, 84.5, level=None, speed_limit_percent=None).is_too_hot()
+
+
 @linux_only
 def test_rising_throttle_counts_are_throttling(tmp_path):
     counts = [

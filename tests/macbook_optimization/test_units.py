@@ -19,6 +19,11 @@ def test_the_units_are_powers_of_1024():
     assert (units.KIB, units.MIB, units.GIB) == (1024, 1024**2, 1024**3)
 
 
+def test_counts_have_the_right_number():
+    counts = [units.counted(number, "step") for number in (0, 1, 2, 1000)]
+    assert counts == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+
+
 def test_no_other_module_defines_a_unit():
     modules = Path(macbook_optimization.__file__).parent.glob("*.py")
     others = [path for path in modules if path.name != "units.py"]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import closing
 from itertools import count, islice
 
@@ -54,3 +56,18 @@ def test_a_worker_that_is_killed_is_an_error_with_a_hint():
 
 def test_workers_ignore_an_interruption():
     assert list(ordered(interrupted, range(4), 2)) == [0, 1, 2, 3]
+
+
+def test_workers_do_not_run_the_script_that_started_them(tmp_path):
+    """A script that trains without asking for its name would train in every worker."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from macbook_optimization.worker_pool import ordered\n"
+        "print('the script runs')\n"
+        "assert list(ordered(os.path.basename, ['a/b', 'c/d'], 2)) == ['b', 'd']\n"
+        "print(__file__ is not None, __spec__)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the script runs\nTrue None\n"

@@ -1,0 +1,117 @@
+"""How progress looks in a given number of columns: pure functions from values to one line of text.
+
+A line that is too narrow loses whole fields and never parts of them. The fields in order of importance: the
+count, the time left, the facts in their order, the elapsed time, the description, the bar.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import deque
+from dataclasses import dataclass, field
+
+COUNT_ONLY_BELOW_COLUMNS = 30
+CLEAR_LIVE_LINES = "\r\033[J\033[?25h"  # from the cursor, which rests at their start, and show it
+_BAR_COLUMNS = 24
+_LEAST_BAR_COLUMNS = 8
+_SPEED_SECONDS = 30.0  # the time left is that of the recent speed
+_GAP = "  "
+
+
+@dataclass
+class Bar:
+    """The progress of one piece of work. Times are in seconds of any clock."""
+
+    what: str
+    total: int
+    began: float
+    done: int = 0
+    facts: tuple[str, ...] = ()
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def record(self, now: float, done: int, total: int, facts: tuple[str, ...]) -> None:
+        self.done = done
+        self.total = total
+        self.facts = facts
+        self._samples.append((now, done))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _SPEED_SECONDS:
+            self._samples.popleft()
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time left at the recent speed, or None while nothing has been measured."""
+        then, done_then = self._samples[0]
+        done = self.done - done_then
+        if done <= 0:
+            return None
+        latest = self._samples[-1][0]
+        at_latest = (latest - then) * (self.total - self.done) / done
+        return max(0.0, at_latest - (now - latest))
+
+
+def fit_bar(bar: Bar, now: float, columns: int, filled: str = "━", rest: str = "─") -> str:
+    """Return the bar as one line of at most `columns` characters."""
+    count = f"{bar.done}/{bar.total}"
+    if columns < max(COUNT_ONLY_BELOW_COLUMNS, len(count)):
+        percent = f"{bar.done / max(1, bar.total):.0%}"
+        return next(text for text in (count, percent, "") if len(text) <= max(0, columns))
+    left = bar.seconds_left(now)
+    eta = "" if left is None else f"eta {clock(left)}"
+    elapsed = clock(now - bar.began)
+    room = columns - len(count)
+    shown = {count}
+    for text in (eta, *bar.facts, elapsed, bar.what):
+        if text:
+            room -= len(text) + len(_GAP)
+            if room < 0:
+                break
+            shown.add(text)
+    drawing = _draw(bar, min(_BAR_COLUMNS, room - len(_GAP)), filled, rest)
+    shown.add(drawing)
+    ordered = (bar.what, drawing, count, *bar.facts, elapsed, eta)
+    return _GAP.join(text for text in ordered if text and text in shown)
+
+
+def _draw(bar: Bar, columns: int, filled: str, rest: str) -> str:
+    if columns < _LEAST_BAR_COLUMNS:
+        return ""
+    num_filled = int(columns * min(1.0, bar.done / max(1, bar.total)))
+    return filled * num_filled + rest * (columns - num_filled)
+
+
+def fit_status(text: str, seconds: float, columns: int) -> str:
+    """Return what is happening and for how long; words at the end are left out where there is no room."""
+    elapsed = clock(seconds)
+    words = [*text.split(), "..."]
+    while words:
+        line = f"{' '.join(words)}{_GAP}{elapsed}"
+        if len(line) <= columns:
+            return line
+        words.pop()
+    return elapsed if len(elapsed) <= columns else ""
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 0:44, 12:07 or 3:25:00."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def wrap_words(text: str, columns: int) -> str:
+    """Wrap every line between words; what follows a break is indented deeper than the text itself.
+
+    A word that is longer than a line, such as a path, stays whole.
+    """
+    lines = text.splitlines()
+    indent = max((len(line) - len(line.lstrip()) for line in lines), default=0)
+    return "\n".join(
+        textwrap.fill(
+            line,
+            max(columns, indent + 10),
+            subsequent_indent=" " * (indent + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        for line in lines
+    )
