@@ -5,31 +5,36 @@ from `git worktree add DIR COMMIT`. Nothing is installed: each side is `trm trai
 the checkout's own `src` and recipes. Overrides use the key names of the earlier commit.
 
 Learning: both sides train the same deterministic steps, and this checkout also resumes a run that the earlier
-commit left half-way. Checkpoints must be equal byte for byte. Speed: short runs take turns, so that a noisy
-machine is noisy for both; the ratios are those of paired rounds. The exit code is 1 if a tensor differs or a
-median ratio is below 0.98.
+commit left half-way. Checkpoints must be equal byte for byte. Speed: two runs take turns of some seconds, one
+paused (SIGSTOP) while the other trains, so that noise affects both alike; the ratio is the median over
+several pairs of processes. The exit code is 1 if a tensor differs or a median ratio is below 0.98.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Self
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
 LOWEST_RATIO = 0.98
-ROUND_SECONDS = 6.0
-MIN_STEPS_PER_ROUND = 4  # a step may take longer than a row of metrics.jsonl: three rows then remain
+TURN_SECONDS = 4.0
+STEPS_PER_TURN = 4  # at least, where steps are long
+WARM_UP_ROWS = 3
+POLL_SECONDS = 0.01  # the resolution of a row's time
 NUM_DIFFERENCES_SHOWN = 5
 ENTRY = ("-c", "from trm.cli import main; main()")
 WITHOUT_EVALUATION = ("evaluation.every_steps=1000000", "evaluation.target_accuracy=null")
@@ -48,6 +53,7 @@ SPEED = (
     "plan.micro_batch_size=8",
     "plan.compile=false",
     "plan.dynamic_batch_sizing=false",
+    "checkpoints.every_seconds=100000",
 )
 
 
@@ -93,14 +99,18 @@ class Side:
     name: str
     checkout: Path
 
-    def python(self, arguments: Sequence[str], directory: Path) -> str:
-        """Run this interpreter on the checkout's modules and return what it prints."""
+    @property
+    def environment(self) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH")
         paths = [str(self.checkout / "src"), *([inherited] if inherited else [])]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def python(self, arguments: Sequence[str], directory: Path) -> str:
+        """Run this interpreter on the checkout's modules and return what it prints."""
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=directory,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=self.environment,
             capture_output=True,
             text=True,
             check=False,
@@ -110,8 +120,17 @@ class Side:
         return done.stdout
 
     def train(self, case: Case, run: Path, *limit: str) -> None:
-        arguments = (*ENTRY, "train", case.recipe, *case.overrides, "--run", str(run), *limit, "--json")
-        self.python(arguments, run.parent)
+        self.python((*_train_arguments(case, run), *limit, "--json"), run.parent)
+
+    def start(self, case: Case, run: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *_train_arguments(case, run)],
+            cwd=run.parent,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def check(self) -> None:
         """Raise unless the modules are those of the checkout: an import hook could put others first."""
@@ -119,6 +138,10 @@ class Side:
         printed = self.python(("-c", "import trm; print(trm.__file__)"), source)
         if source not in Path(printed.strip()).resolve().parents:
             raise SystemExit(f"The {self.name} side imports {printed.strip()}, which is not in {source}.")
+
+
+def _train_arguments(case: Case, run: Path) -> tuple[str, ...]:
+    return (*ENTRY, "train", case.recipe, *case.overrides, "--run", str(run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,47 +266,109 @@ def compare_learning(case: Case, sides: Sides, steps: int) -> bool:
     return not any(found)
 
 
-def train_rows(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "samples_per_second" in row]
+class TimedTraining:
+    """A training process that can be paused, and that counts the seconds during which it was not."""
+
+    def __init__(self, side: Side, case: Case, run: Path) -> None:
+        self.side = side
+        self.metrics = run / "metrics.jsonl"
+        self.process = side.start(case, run)
+        self.running_seconds = 0.0
+        self.step = 0  # of the newest row
+        self.step_seen_at = 0.0  # in running seconds
+
+    def run_for(self, seconds: float) -> None:
+        """Let the process run, then pause it. Rows are timestamped as they appear in metrics.jsonl."""
+        started = time.monotonic()
+        before = self.running_seconds
+        self._send(signal.SIGCONT)
+        try:
+            while (elapsed := time.monotonic() - started) < seconds:
+                self.running_seconds = before + elapsed
+                self._read_step()
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._send(signal.SIGSTOP)
+            self.running_seconds = before + time.monotonic() - started
+
+    def run_to_row(self) -> None:
+        """Run until the next row is written: the first ones contain the start and the warm-up."""
+        step = self.step
+        while self.step == step:
+            self.run_for(1.0)
+
+    def speed_of_turn(self, seconds: float) -> float:
+        """Return the steps per second between the newest row before this turn and the newest one in it."""
+        step = self.step
+        seen_at = self.step_seen_at
+        self.run_for(seconds)
+        while self.step == step:
+            self.run_for(1.0)
+        return (self.step - step) / (self.step_seen_at - seen_at)
+
+    def _read_step(self) -> None:
+        if self.process.poll() is not None:
+            raise SystemExit(f"The {self.side.name} side ended: see {self.metrics.parent}.")
+        lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
+        steps = [json.loads(line)["step"] for line in lines[-2:] if line.endswith(b"\n")]
+        if steps and steps[-1] != self.step:
+            self.step = steps[-1]
+            self.step_seen_at = self.running_seconds
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self._send(signal.SIGKILL)
+        self.process.wait()
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the supervisor and its children, which have process groups of their own."""
+        supervisor = psutil.Process(self.process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
-def steps_per_round(side: Side, case: Case) -> int:
-    """Count the steps that the earlier commit trains in the time of a round."""
-    with scratch_directory() as runs:
-        side.train(case, runs / "run", "--max-minutes", str(ROUND_SECONDS / 60))
-        return max(MIN_STEPS_PER_ROUND, int(train_rows(runs / "run")[-1]["step"]))
+def compare_speed(case: Case, sides: Sides, pairs: int, turns: int) -> bool:
+    """Print the ratio of the speeds and return whether it is high enough.
 
-
-def samples_per_second(side: Side, case: Case, steps: int) -> float:
-    """Return the median of a new run's rows; the first row contains the warm-up."""
-    with scratch_directory() as runs:
-        side.train(case, runs / "run", "--max-steps", str(steps))
-        rows = train_rows(runs / "run")[1:]
-    if not rows:
-        raise SystemExit(
-            f"{case.name}: {steps} steps on the {side.name} side are too few to measure a speed."
-        )
-    return statistics.median(row["samples_per_second"] for row in rows)
-
-
-def compare_speed(case: Case, sides: Sides, rounds: int) -> bool:
-    """Print the ratio of the speeds and return whether it is high enough."""
+    Two processes of the same version may differ by several per cent for as long as they live, so the ratio is
+    the median over several pairs.
+    """
     case = case.with_overrides(*SPEED)
-    report_progress(f"{case.name}: calibration")
-    steps = steps_per_round(sides.before, case)
-    before, after = [], []
-    for number in range(1, rounds + 1):
-        report_progress(f"{case.name}: round {number} of {rounds}, {steps} steps per side")
-        before.append(samples_per_second(sides.before, case, steps))
-        after.append(samples_per_second(sides.after, case, steps))
-    ratios = [now / then for then, now in zip(before, after, strict=True)]
+    found = []
+    for number in range(1, pairs + 1):
+        report_progress(f"{case.name}: pair {number} of {pairs}, {turns} turns per side")
+        found.append(pair_speeds(case, sides if number % 2 else Sides(sides.after, sides.before), turns))
+    ratios = [speeds[sides.after.name] / speeds[sides.before.name] for speeds in found]
     ratio = statistics.median(ratios)
+    before, after = (statistics.median(speeds[side.name] for speeds in found) for side in both(sides))
     show(
-        f"{case.name:15} after/before {ratio:.3f} ({min(ratios):.3f}..{max(ratios):.3f}), samples/s "
-        f"{statistics.median(before):.4g} before, {statistics.median(after):.4g} after"
+        f"{case.name:15} after/before {ratio:.3f} (pairs: {', '.join(f'{each:.3f}' for each in ratios)}), "
+        f"steps/s {before:.4g} before, {after:.4g} after"
     )
     return ratio >= LOWEST_RATIO
+
+
+def pair_speeds(case: Case, sides: Sides, turns: int) -> dict[str, float]:
+    """Return the median speed of each side's turns; the sides start in the given order."""
+    speeds: dict[str, list[float]] = {side.name: [] for side in both(sides)}
+    with scratch_directory() as runs, ExitStack() as stack:
+        trainings = []
+        for side in both(sides):
+            training = TimedTraining(side, case, runs / side.name)
+            stack.callback(training.kill)
+            for _ in range(WARM_UP_ROWS):
+                training.run_to_row()
+            trainings.append(training)
+        seconds = max(TURN_SECONDS, STEPS_PER_TURN / trainings[0].speed_of_turn(TURN_SECONDS))
+        for number in range(turns):
+            for training in trainings if number % 2 else reversed(trainings):
+                speeds[training.side.name].append(training.speed_of_turn(seconds))
+    return {name: statistics.median(each) for name, each in speeds.items()}
+
+
+def both(sides: Sides) -> tuple[Side, Side]:
+    return sides.before, sides.after
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -292,7 +377,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning", action="store_true", help="compare learning [default: both parts]")
     parser.add_argument("--speed", action="store_true", help="compare speed [default: both parts]")
     parser.add_argument("--steps", type=int, default=30, help="steps of a learning run [default: 30]")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of a speed comparison [default: 7]")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes for speed [default: 5]")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each process of a pair [default: 6]")
     parser.add_argument("--sudoku-extreme", type=Path, metavar="FILE", help="puzzles, as CSV or CSV.xz")
     names = ", ".join(case.name for case in CASES)
     parser.add_argument("--recipes", help=f"some of: {names} [default: all that need no missing FILE]")
@@ -304,8 +390,8 @@ def parse_arguments() -> argparse.Namespace:
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if not (arguments.before / "src" / "trm").is_dir():
         parser.error(f"--before {arguments.before} is not a checkout: it has no src/trm")
-    if arguments.steps < 2 or arguments.rounds < 1:
-        parser.error("--steps must be 2 or more, and --rounds 1 or more")
+    if arguments.steps < 2 or arguments.turns < 1 or arguments.pairs < 1:
+        parser.error("--steps must be 2 or more, --pairs and --turns 1 or more")
     if arguments.sudoku_extreme is not None and not arguments.sudoku_extreme.is_file():
         parser.error(f"--sudoku-extreme {arguments.sudoku_extreme} is not a file")
     if not (arguments.learning or arguments.speed):
@@ -337,7 +423,7 @@ def compare(arguments: argparse.Namespace, sides: Sides) -> bool:
         by_speed = [case for case in cases if arguments.speed]
         passed = chain(
             (compare_learning(case, sides, arguments.steps) for case in by_learning),
-            (compare_speed(case, sides, arguments.rounds) for case in by_speed),
+            (compare_speed(case, sides, arguments.pairs, arguments.turns) for case in by_speed),
         )
         return all(list(passed))
 

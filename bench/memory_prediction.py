@@ -94,7 +94,7 @@ def real_peak_bytes(config: RunConfig, directory: Path, plan: Plan) -> int:
             "config": config.model_dump(mode="json"),
             "run": str(directory),
             "plan": plan.to_json(),
-            "limits": {},
+            "start": {"limits": {}, "quiet": False},
             "verified": {},
         },
         environment=environment(plan.execution.threads),

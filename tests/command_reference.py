@@ -10,11 +10,11 @@ from trm.cli import cli
 
 
 def commands(command: click.Command, name: str) -> Iterator[str]:
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        yield name
     if isinstance(command, click.Group):
         for child, inner in sorted(command.commands.items()):
             yield from commands(inner, f"{name} {child}")
-    else:
-        yield name
 
 
 def reference() -> str:

@@ -100,7 +100,8 @@ def _values(field: Schema) -> str:
         return "`null`"
     if field["type"] == "object":
         inner = field["additionalProperties"]
-        return "mapping" if inner is True else f"mapping from step to {_values(inner)}"
+        key = "name" if "propertyNames" in field else "step"
+        return "mapping" if inner is True else f"mapping from {key} to {_values(inner)}"
     return "path" if field.get("format") == "path" else f"{TYPES[field['type']]}{_range(field)}"
 
 

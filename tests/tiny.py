@@ -140,9 +140,12 @@ class Recorder:
         self.messages = []
         self.react = react
 
-    def update(self, what, done, total, facts=""):
+    def update(self, what, done, total, *facts):
         if self.react:
-            self.react(facts or what, done)
+            self.react("  ".join(facts) or what, done)
+
+    def status(self, text, *, plain=False):
+        pass
 
     def message(self, text):
         self.messages.append(text)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trm.arrays import BoolArray, IntArray
+from trm.arrays import BoolArray, FloatArray, IntArray
 
 IGNORE_LABEL = -100  # the reference implementation's mark for a position without a label
 PAD_TOKEN = 0
@@ -27,6 +27,7 @@ class Batch:
     fresh: BoolArray  # (n,) slots that start a new example, from the initial latents
     lengths: IntArray | None = None  # (n,) tokens per row; None: every row is full
     noise_seeds: IntArray | None = None  # (n,) one per slot, for the noise in its initial latents
+    weights: FloatArray | None = None  # (n,) factor of the loss of each row; None: all count the same
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -40,6 +41,7 @@ class Batch:
             fresh=self.fresh[rows],
             lengths=None if self.lengths is None else self.lengths[rows],
             noise_seeds=None if self.noise_seeds is None else self.noise_seeds[rows],
+            weights=None if self.weights is None else self.weights[rows],
         )
 
     def trimmed(self, multiple: int = LENGTH_MULTIPLE) -> Batch:
@@ -52,6 +54,14 @@ class Batch:
         longest = int(self.lengths.max(initial=1))
         width = min(self.inputs.shape[1], -(-longest // multiple) * multiple)
         return replace(self, inputs=self.inputs[:, :width], labels=self.labels[:, :width])
+
+    def by_length(self) -> IntArray | None:
+        """Return the rows from the longest to the shortest, equal ones in their order; None if all are full.
+
+        The longest come first because they take the most memory and time: a step that does not fit fails
+        early, and worker threads end at about the same time.
+        """
+        return None if self.lengths is None else np.argsort(-self.lengths, kind="stable")
 
     @property
     def padding(self) -> BoolArray | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from macbook_optimization.checkpoint_files import find_damage, open_checkpoint
+from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.output_files import OutputFile
 from trm.backends.base import Program, SingleProcess, Weights, load_backend
+from trm.backends.bounds import check_training, smallest_program
 from trm.config import RunConfig
 from trm.plan import Execution
-from trm.runs.directory import Run, begin, open_run
+from trm.runs.directory import Run, check_path, new_run, open_run
 from trm.runs.events import Imported
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.slots import Slots
@@ -21,19 +24,24 @@ _HEAD = ("lm_head.", "q_head.")  # replaced by a new head
 _TOKENS = ("embed_tokens.", "puzzle_emb.")  # depend on the task: replaced where they do not fit
 
 
-def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: bool = False) -> list[str]:
+def import_weights(
+    source: Path, config: RunConfig, path: Path, *, new_head: bool = False, warn: Warn = python_warning
+) -> list[str]:
     """Create a run at step 0 with the weights of a run or of a file of the reference implementation.
 
-    Returns the names of the weights that are newly initialised.
+    Returns the names of the weights that are newly initialised. `warn` receives why the weights of a run are
+    not its best ones.
     """
-    if (path / "recipe.yaml").exists():
+    target = check_path(path)
+    if (target / "recipe.yaml").exists():
         raise CheckpointError(f"{path} already holds a run", hint="Choose a new --run directory.")
-    theirs = _weights_of_run(source) if source.is_dir() else _weights_of_file(source, config)
+    open_run(target, config)  # refuses a directory of other files, before anything that takes time
     spec = _spec(config)
     program = Program.of(config, spec)
+    check_training(smallest_program(config, spec))
+    theirs = _weights_of_run(source, warn) if source.is_dir() else _weights_of_file(source, config)
     execution = Execution(backend=config.plan.backend, device=config.plan.device)
     learner = load_backend(execution).learner(program, execution, SingleProcess(program.num_slots))
-    run = open_run(path, config)
     groups = learner.state()
     weights = _with_new_head(theirs, groups["weights"]) if new_head else dict(theirs)
     learner.load_state({**groups, "weights": weights, **({"ema": weights} if "ema" in groups else {})})
@@ -43,10 +51,10 @@ def import_weights(source: Path, config: RunConfig, path: Path, *, new_head: boo
         "data": None,  # nothing has been learned from a dataset that we know
         "slots": Slots.new(program.num_slots).to_lists(),
     }
-    begin(run, config)
     metadata = SavedState.model_validate(state).model_dump(mode="json")
-    run.checkpoints().save(0, learner.state(), metadata)
-    run.record(Imported(str(source)))
+    with new_run(target, config) as run:
+        run.checkpoints().save(0, learner.state(), metadata)
+        run.record(Imported(str(source)))
     return sorted(name for name in weights if weights[name] is not theirs.get(name))
 
 
@@ -56,7 +64,7 @@ def _weights_of_file(file: Path, config: RunConfig) -> Weights:
     return from_reference_file(file, config.model)
 
 
-def _weights_of_run(path: Path) -> Weights:
+def _weights_of_run(path: Path, warn: Warn) -> Weights:
     """Return the best weights of a run, or those of one checkpoint in it."""
     if (path / "manifest.json").is_file():
         run = Run(path.resolve().parents[1])
@@ -65,7 +73,7 @@ def _weights_of_run(path: Path) -> Weights:
         checkpoint = open_checkpoint(path)
     else:
         run = Run(path)
-        checkpoint = run.checkpoints().best_or_newest()
+        checkpoint = run.checkpoints().best_or_newest(warn)
     check_compatible(checkpoint, run.config)
     return checkpoint.load("ema" if run.config.training.ema else "weights")
 
@@ -88,7 +96,9 @@ def _trunk(tensors: Weights) -> Weights:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith((*_HEAD, *_TOKENS))}
 
 
-def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled: bool = True) -> int:
+def export_reference(
+    path: Path, file: OutputFile, *, averaged: bool = True, compiled: bool = True, warn: Warn = python_warning
+) -> int:
     """Write the best weights of a run for the reference implementation; return their step."""
     from trm.backends.pytorch.reference_weights import to_reference, write_reference_file
 
@@ -98,7 +108,7 @@ def export_reference(path: Path, file: Path, *, averaged: bool = True, compiled:
         raise CheckpointError(
             f"The reference implementation has no layers like those of model.mixer={config.model.mixer}"
         )
-    checkpoint = run.checkpoints().best_or_newest()
+    checkpoint = run.checkpoints().best_or_newest(warn)
     weights = checkpoint.load("ema" if averaged and config.training.ema else "weights")
     write_reference_file(to_reference(weights, config.model, compiled), file)
     return checkpoint.step

@@ -7,18 +7,21 @@ process can compute the rows of any slots. Rows of the next step are read ahead 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from macbook_optimization.errors import ConfigError
+from macbook_optimization.errors import ConfigError, DataError
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, Batch
-from trm.config import CurriculumConfig, RunConfig
+from trm.config import CurriculumConfig, RunConfig, did_you_mean
 from trm.schedule import value_at
 from trm.slots import Order, Purpose, Slots
-from trm.tasks.base import Task
+from trm.tasks.base import HasWords, Task
 from trm.tasks.dataset import Split
+
+_ROWS_AT_A_TIME = 16_384
 
 
 class Feed:
@@ -30,7 +33,9 @@ class Feed:
         self.split = split
         self.order = _order(config, split)
         self._ahead: tuple[Slots, IntArray, IntArray] | None = None  # slots, examples and puzzles read ahead
+        self._weight_of_class = class_weights(config.training.class_weights, split)
         _check_hints(config, split)
+        _check_words(config, task)
         if split.lengths is not None:
             config.model.require_padding()
 
@@ -43,6 +48,11 @@ class Feed:
         if share := value_at(self.config.training.hints, step):
             draws = self.order.draws(Purpose.HINTS, slots, 2 + batch.inputs.shape[1])
             batch = replace(batch, inputs=with_hints(batch.inputs, batch.labels, draws, share))
+        if self.config.training.word_dropout and isinstance(self.task, HasWords):
+            draws = self.order.draws(Purpose.WORDS, slots, batch.inputs.shape[1])
+            batch = self.task.without_words(batch, draws, self.config.training.word_dropout)
+        if self._weight_of_class is not None:
+            batch = replace(batch, weights=self._weight_of_class[class_of_rows(batch.labels)])
         if self.config.training.noise:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
         return batch
@@ -55,6 +65,11 @@ class Feed:
         examples, puzzles = self.order.examples(coming)
         self._ahead = coming, examples, puzzles
         self.split.reader.read_ahead(examples)
+
+    def open_share(self, stage: int) -> float:
+        """Return the share of the groups that a stage of the curriculum takes new examples from."""
+        num_groups = len(self.order.group_indices) - 1
+        return 1.0 if self.order.open_groups is None else self.order.open_groups(stage) / num_groups
 
     def _examples(self, slots: Slots) -> tuple[IntArray, IntArray]:
         if self._ahead is not None and self._ahead[0].same_examples(slots):
@@ -70,6 +85,49 @@ def with_hints(inputs: IntArray, labels: IntArray, draws: FloatArray, share: flo
     """
     given = np.where(draws[:, :1] < share, draws[:, 1:2] / 2, 0.0)
     return np.where((draws[:, 2:] < given) & (labels != IGNORE_LABEL), labels, inputs)
+
+
+def class_of_rows(labels: IntArray) -> IntArray:
+    """Return the first label of every row."""
+    found: IntArray = labels[np.arange(len(labels)), (labels != IGNORE_LABEL).argmax(1)]
+    if (found == IGNORE_LABEL).any():
+        raise DataError(
+            "An example without a label has no category, so training.class_weights cannot weigh it"
+        )
+    return found
+
+
+def class_weights(setting: float | Mapping[str, float], split: Split) -> FloatArray | None:
+    """Return the weight of every category, or None if all examples count the same."""
+    if not setting:
+        return None
+    names = split.spec.class_names
+    if not names:
+        raise ConfigError(
+            "training.class_weights needs a dataset whose categories have names; this one has none",
+            hint="Remove training.class_weights.",
+        )
+    if isinstance(setting, Mapping):
+        if unknown := sorted(set(setting) - set(names)):
+            raise ConfigError(
+                f"training.class_weights names {', '.join(unknown)}{did_you_mean(unknown[0], names)}",
+                hint=f"The categories of this dataset are: {', '.join(names)}",
+            )
+        return np.array([setting.get(name, 1.0) for name in names])
+    counts = np.zeros(len(names), dtype=np.int64)
+    for start in range(0, len(split), _ROWS_AT_A_TIME):
+        batch = split.batch(np.arange(start, min(start + _ROWS_AT_A_TIME, len(split))))
+        counts += np.bincount(class_of_rows(batch.labels), minlength=len(names))
+    weights: FloatArray = (len(split) / (len(names) * np.maximum(counts, 1))) ** setting
+    return weights
+
+
+def _check_words(config: RunConfig, task: Task) -> None:
+    if config.training.word_dropout and not isinstance(task, HasWords):
+        raise ConfigError(
+            f"training.word_dropout is for tasks with words; {task.name} has none",
+            hint="Remove training.word_dropout.",
+        )
 
 
 def _check_hints(config: RunConfig, split: Split) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MIB, MemoryModel
 from macbook_optimization.training_config_adapter import Checkpointing
+from macbook_optimization.units import counted
 
 _EARLIER_NAMES = {"lanes": "workers", "settling": "provisional"}
 
@@ -53,6 +54,7 @@ class Plan:
     predicted_peak_bytes: int | None = None
     memory: MemoryModel | None = None  # measured
     samples_per_second: float | None = None  # measured
+    other_cpu_percent: float | None = None  # used by other programs while that was measured
     reasons: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     provisional: bool = False  # to start with: auto-tuning during warm-up will replace it
@@ -97,11 +99,10 @@ class Plan:
     def explain(self) -> list[str]:
         """Return one line per choice that has a reason."""
         how = self.execution
-        plural = "s" if how.threads > 1 else ""
         workers = f" in {how.workers} workers" if how.workers > 1 else ""
         shown = {
             "micro_batch_size": f"{self.accumulation_steps} x {self.micro_batch_size} examples",
-            "threads": f"{how.threads} thread{plural}{workers}",
+            "threads": counted(how.threads, "thread") + workers,
             "precision": how.precision,
             "gradient_checkpointing": f"gradient checkpointing: {how.gradient_checkpointing}",
             "allocator": f"allocator: {how.allocator}",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
-from trm.config import ModelConfig, RunConfig, TrainingConfig
+from trm.config import ModelConfig, TrainingConfig
 from trm.slots import Purpose, uniforms
 
 T = TypeVar("T")
@@ -16,7 +16,8 @@ def learning_rate_factor(step: int, training: TrainingConfig) -> float:
     """Linear warm-up, then half a cosine down to `lr_min_ratio`."""
     if step < training.warmup_steps:
         return step / training.warmup_steps
-    progress = (step - training.warmup_steps) / max(1, training.max_steps - training.warmup_steps)
+    last_step = value_at(training.last_steps, step)
+    progress = (step - training.warmup_steps) / max(1, last_step - training.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return training.lr_min_ratio + (1 - training.lr_min_ratio) * cosine
 
@@ -38,8 +39,8 @@ def cycles_of_step(step: int, model: ModelConfig, training: TrainingConfig, seed
     return 1 + int(uniforms(seed, Purpose.DEPTH, step) * deepest)
 
 
-def typical_cycles(config: RunConfig) -> int:
+def typical_cycles(model: ModelConfig, training: TrainingConfig) -> int:
     """Return the recursions of a typical step, late in the schedule: the median where they are drawn."""
-    if config.training.supervision == "deep":
-        return config.model.cycles_per_step
-    return (1 + max(config.training.depths.values())) // 2
+    if training.supervision == "deep":
+        return model.cycles_per_step
+    return (1 + max(training.depths.values())) // 2

@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     DEPTH = 5
     NOISE = 6
     HINTS = 7
+    WORDS = 8
 
 
 def _mix(words: WordArray) -> WordArray:

@@ -2,13 +2,14 @@
 at it."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-NAMES = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+NAMES = ("open", "write", "fchmod", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Operation:
     creates: bool = False  # an open with O_CREAT
 
     def __str__(self):
-        return f"{self.name} {Path(self.target or self.path).name}".replace(".partial", "").lstrip(".")
+        name = re.sub(r"(\.[0-9]+-[0-9]+)?\.partial", "", Path(self.target or self.path).name)
+        return f"{self.name} {name.lstrip('.')}"
 
 
 def _path(path, dir_fd):
@@ -31,13 +33,20 @@ def _path(path, dir_fd):
 
 
 def _describe(name, arguments, keywords) -> Operation:
-    if name in ("write", "fsync"):
+    if name in ("write", "fchmod", "fsync"):
         path = os.readlink(f"/proc/self/fd/{arguments[0]}")
         return Operation(name, path, content=bytes(arguments[1]) if name == "write" else b"")
     if name in ("rename", "replace"):
         return Operation("rename", *(_path(path, None) for path in arguments[:2]))
     creates = name == "open" and bool(arguments[1] & os.O_CREAT)
     return Operation(name, _path(arguments[0], keywords.get("dir_fd")), creates=creates)
+
+
+def _only_reads(operation, arguments):
+    """Return whether a file is opened to be read; a directory is opened to be synced."""
+    if operation.name != "open" or os.path.isdir(operation.path):
+        return False
+    return not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
 
 
 @contextmanager
@@ -49,7 +58,8 @@ def intercepted(root: Path, decide: Callable[[Operation, Callable], object]) -> 
     def replacement(name):
         def call(*arguments, **keywords):
             operation = _describe(name, arguments, keywords)
-            if not f"{operation.path}/".startswith(f"{below}/"):
+            is_below = f"{operation.path}/".startswith(f"{below}/")
+            if not is_below or _only_reads(operation, arguments):
                 return real[name](*arguments, **keywords)
             return decide(operation, lambda *instead: real[name](*(instead or arguments), **keywords))
 

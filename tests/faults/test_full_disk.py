@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 import torch
 from faults.operations import intercepted
-from tiny import Recorder, plan_of, run_config, sudoku_dataset
+from tiny import TRM, Recorder, plan_of, run_config, sudoku_dataset
 
 from macbook_optimization.checkpoint_files import find_damage
 from macbook_optimization.checkpoint_management import CheckpointManager
@@ -70,7 +70,7 @@ class Watcher(Recorder):
         super().__init__()
         self.path, self.make_room, self.honest, self.trained = path, make_room, True, 0
 
-    def update(self, what, done, total, facts=""):
+    def update(self, what, done, total, *facts):
         if what == "training":
             self.trained = done
         self.honest = self.honest and all(
@@ -171,6 +171,28 @@ def test_a_disk_that_fills_up_at_any_point_does_not_stop_training(tmp_path, data
     assert any(facts["failed_saves"] for facts in done), "no disk was small enough to make a save fail"
     failed, refused = (sum(f["failed_saves"] for f in done), sum(not f["started"] for f in done))
     tally.remark(f"{failed} times there was no room to save; {refused} were refused at the start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free_kib", [0, 8, 32])
+def test_a_build_on_a_full_disk_is_one_error_line_and_leaves_nothing(tmp_path, free_kib):
+    if not can_mount(tmp_path):
+        pytest.skip("needs to mount a small file system, which is not allowed here")
+    small = tmp_path / "small"
+    small.mkdir()
+    build = f"{TRM} data build sudoku --size 4 --difficulty easy --train 2000 --test 50 --jobs 1"
+    command = (
+        f"mount -t tmpfs -o size=64k tmpfs {small} && head -c {64 - free_kib}k /dev/zero > {small}/fill; "
+        f"{build} --out {small}/deep/set; echo status $?; ls -A {small}"
+    )
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", command],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["status", "1", "fill"]
+    assert "No space left on device" in done.stderr
+    assert "hint: Free some disk space." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def main(directory, dataset, reference):

@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit codes, one error line and a hint."""
 
+import gzip
 import json
 import os
 import re
@@ -9,8 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from tiny import FOUR, TINY, TRM
+
+from macbook_optimization.errors import DataError, RunError
+from trm.cli import cli
+from trm.cli.common import OutputOption
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +93,7 @@ def test_runs_are_listed(workspace):
     assert (found["path"], found["task"], found["step"], found["max_steps"]) == ("run", "sudoku", 40, 40)
     assert "run  sudoku  done  step 40/40" in ok("runs", ".", cwd=workspace)
     assert "There are no runs" in ok("runs", cwd=workspace)
+    assert ok("runs", "run", cwd=workspace) == ok("runs", ".", cwd=workspace)
 
 
 @pytest.mark.slow
@@ -125,7 +132,8 @@ SMALL = ("--size", "4", "--train", "4", "--test", "2")
 @pytest.mark.slow
 def test_predict_prints_the_grid_with_given_digits_marked(workspace):
     text = ok("predict", "run", PUZZLE, cwd=workspace)
-    assert len(re.findall(r"\[\d\]|!", text)) == 4, "one mark for every given digit, kept or changed"
+    grid, _, _ = text.partition("\n\n")
+    assert len(re.findall(r"\[\d\]|!", grid)) == 4, "one mark for every given digit, kept or changed"
     assert "given digits are in brackets" in text
     assert "solved" in text
 
@@ -134,24 +142,6 @@ def test_predict_prints_the_grid_with_given_digits_marked(workspace):
 def test_predict_shows_how_the_answer_forms(workspace):
     text = ok("predict", "run", PUZZLE, "--steps", "--depth", 3, cwd=workspace)
     assert re.findall(r"step \d", text) == ["step 1", "step 2", "step 3"]
-
-
-@pytest.mark.slow
-def test_predict_reads_puzzles_from_standard_input(workspace):
-    lines = ok("predict", "run", "-", "--json", cwd=workspace, stdin=f"{PUZZLE}\n\n{'.' * 16}\n").splitlines()
-    first, second = map(json.loads, lines)
-    assert first["question"] == PUZZLE
-    assert len(second["answer"]) == 16
-    assert first["valid"] == (first["problem"] is None)
-
-
-def test_predict_refuses_bytes_that_are_not_text(workspace):
-    done = subprocess.run(
-        [TRM, "predict", "run", "-"], cwd=workspace, input=b"\xff" * 16, capture_output=True
-    )
-    assert done.returncode == 1
-    assert b"Puzzle 1: " in done.stderr
-    assert b"is not allowed in a 4x4 puzzle" in done.stderr
 
 
 @pytest.mark.slow
@@ -185,6 +175,8 @@ def contents(directory):
         (1, ["predict", "nowhere", PUZZLE], "nowhere is not a run"),
         (1, ["predict", "run", "-"], "no puzzle on standard input"),
         (1, ["eval", "run", "--data", "nowhere"], "There is no dataset at nowhere"),
+        (1, ["runs", "nowhere"], "There is no directory nowhere"),
+        (1, ["runs", "run/recipe.yaml"], "run/recipe.yaml is not a directory"),
         (1, ["train", "sudoku-6x6", *FOUR, *TINY, "--run", "set", "--fresh"], "is not a run, so it stays"),
         (2, ["train", "sudoku-6x6", f"seed={2**70}"], "less than"),
         (2, ["train", "sudoku-6x6", "training.effective_batch_size=10000000000000"], "less than"),
@@ -214,8 +206,81 @@ def test_bad_input_gets_one_error_line_and_loses_nothing(workspace, code, argume
 @pytest.mark.parametrize("file", [".", "nowhere/weights.pt"])
 def test_an_export_to_an_impossible_file_gets_one_error_line_and_loses_nothing(workspace, file):
     before = contents(workspace)
-    assert "Cannot write" in fails(1, "checkpoint", "export", "run", file, cwd=workspace)
+    assert "cannot be written" in fails(1, "checkpoint", "export", "run", file, cwd=workspace)
     assert contents(workspace) == before
+
+
+OUTPUTS = {
+    "predict png": ("predict", "nowhere", "puzzle", "--png"),
+    "predict gif": ("predict", "nowhere", "puzzle", "--gif"),
+    "eval submission": ("eval", "nowhere", "--submission"),
+    "bench out": ("bench", "--out"),
+    "export file": ("checkpoint", "export", "nowhere"),
+    "copy file": ("recipes", "copy", "nowhere"),
+    "explain html": ("email", "explain", "nowhere", "letter", "--html"),
+}
+
+
+def output_options(command):
+    if isinstance(command, click.Group):
+        return [name for child in command.commands.values() for name in output_options(child)]
+    options = [parameter.name for parameter in command.params if isinstance(parameter.type, OutputOption)]
+    return [f"{command.name} {name}" for name in options]
+
+
+def test_the_tests_of_outputs_cover_every_option():
+    assert sorted(output_options(cli)) == sorted(OUTPUTS)
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_an_output_is_checked_before_anything_else(tmp_path, option):
+    """Before the run is opened, which does not exist, and before anything is measured."""
+    (tmp_path / "letter").write_text("dear")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/full")
+    for place, message in (
+        ("letter", "there is a file that is not|it already exists"),
+        ("pipe", "it is a pipe"),
+        ("device", "it is a device"),
+        ("missing/file", "there is no directory"),
+    ):
+        with pytest.raises(DataError, match=f"{place} cannot be written: ({message})"):
+            cli.main([*OUTPUTS[option], str(tmp_path / place)], standalone_mode=False)
+    assert (tmp_path / "letter").read_text() == "dear"
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_force_is_accepted_in_any_position(tmp_path, order):
+    (tmp_path / "letter").write_text("dear")
+    command = ["checkpoint", "export", "nowhere", str(tmp_path / "letter")]
+    arguments = [*command[:2], "--force", *command[2:]] if order == "first" else [*command, "--force"]
+    with pytest.raises(RunError, match="nowhere is not a run"):
+        cli.main(arguments, standalone_mode=False)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe", "bomb.gz"])
+def test_a_file_of_puzzles_that_never_ends_is_refused(tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress((b"." * 80 + b"1\n") * 20_000))
+    source = tmp_path / path
+    options = ["--from", str(source), "--max-input-mb", "1", "--out", str(tmp_path / "set")]
+    with pytest.raises(DataError, match=r"not a regular file|has more than 1 MiB of text"):
+        cli.main(["data", "build", "sudoku", *options], standalone_mode=False)
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_limits_of_the_command_line_are_those_of_recipes():
+    from trm.tasks.grids import arc
+    from trm.tasks.grids.options import GridOptions
+
+    builds = cli.commands["data"].commands["build"].commands
+    defaults = {
+        name: next(each.default for each in build.params if each.name == "max_input_mb")
+        for name, build in builds.items()
+        if name != "email"  # mail is read message by message, each with limits of its own
+    }
+    grids = GridOptions().max_input_mb
+    assert defaults == {"sudoku": grids, "maze": grids, "arc": arc.MAX_INPUT_MB}
 
 
 def test_predict_needs_exactly_one_puzzle(workspace):

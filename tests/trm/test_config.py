@@ -80,6 +80,8 @@ def test_all_problems_are_reported_together():
         ("inference.retries=1", "retries are all the same without noise or guesses"),
         ("inference.guesses=1", "guesses are made in retries only"),
         ("model=3", "valid dictionary"),
+        ("model.hidden_size=null", "model.hidden_size is null: it should be a valid integer"),
+        ("training.learning_rate=false", "training.learning_rate is false: it should be a number"),
         ("data.path=", "path"),
     ],
 )
@@ -103,6 +105,75 @@ def test_overrides_accept_scientific_notation_and_mappings():
     config = config_from_text(MINIMAL, "r", ["training.learning_rate=1e-3", "training.depths={0: 1, 50: 4}"])
     assert config.training.learning_rate == 1e-3
     assert config.training.depths == {0: 1, 50: 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: sudoku\ndata: {path: a}\ntask: maze\n", "the key task is given twice, in lines 1 and 3"),
+        (
+            MINIMAL + "model:\n  num_heads: 4\n  num_heads: 8\n",
+            "the key num_heads is given twice, in lines 4",
+        ),
+        ("task: sudoku\ndata: {path: a, path: b}\n", "the key path is given twice, in line 2"),
+        (MINIMAL + "training: {depths: {0: 1, 0x0: 2}}\n", "the key 0x0 is given twice, in line 3"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_its_lines(text, message):
+    assert message in problems_of(text)
+
+
+def test_a_key_that_an_override_gives_twice_is_refused():
+    assert "the key 0 is given twice" in problems_of(MINIMAL, "training.depths={0: 1, 0: 2}")
+    same = problems_of(MINIMAL, "training.depths={0: 1, 1000: 2, 1e3: 4}")
+    assert "training.depths" in same
+    assert "should not have the same step twice" in same
+
+
+def test_merge_keys_may_be_overridden():
+    """The merged mapping is resolved before the mapping that defines it, because it is nested deeper."""
+    text = (
+        "data: {path: a, build: {shared: &shared {<<: &base {train: 5}, train: 7}}}\n"
+        "task: sudoku\nevaluation: {<<: {examples: 1}, examples: 2}\n"
+    )
+    config = config_from_text(text, "r", ["data.build.other={<<: {test: 1}, test: 2}"])
+    assert config.evaluation.examples == 2
+    assert config.data.build == {"shared": {"train": 7}, "other": {"test": 2}}
+
+
+@pytest.mark.parametrize("value", ["!!int x", "!!bool x", "!!timestamp x", "2024-99-99"])
+def test_a_value_that_does_not_fit_its_tag_is_refused(value):
+    assert "recipe.yaml is not valid YAML" in problems_of(f"{MINIMAL}seed: {value}\n")
+
+
+@pytest.mark.parametrize("text", ["1000", "1e3", "1.0e+3", "1_000", "1000.0", "'1000'"])
+def test_an_integer_may_be_written_in_every_notation_that_is_exact(text):
+    config = config_from_text(
+        MINIMAL, "r", [f"training.max_steps={text}", f"training.depths={{0: 1, {text}: 2}}"]
+    )
+    assert config.training.max_steps == 1000
+    assert config.training.depths == {0: 1, 1000: 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1e9", "model.hidden_size is '1e9': it should be less than or equal to 65536"),
+        ("1.5e0", "model.hidden_size is '1.5e0': it should be a valid integer"),
+        ("1e999999999", "model.hidden_size is '1e999999999': it should be an integer of at most 19 digits"),
+        ("nan", "model.hidden_size is 'nan': it should be a valid integer"),
+    ],
+)
+def test_a_number_with_an_exponent_is_refused_for_what_it_is(value, message):
+    assert message in problems_of(MINIMAL, f"model.hidden_size={value}")
+
+
+def test_a_target_needs_evaluations():
+    never = config_from_text(MINIMAL, "r", ["evaluation.every_steps=null"])
+    assert never.evaluation.every_steps is None
+    text = problems_of(MINIMAL, "evaluation.every_steps=null", "evaluation.target_accuracy=0.9")
+    assert "target_accuracy 0.9 is never reached without evaluations" in text
+    assert "evaluation.target_accuracy=null" in text
 
 
 def test_a_missing_recipe_is_refused_with_the_names_of_the_shipped_ones():
@@ -189,11 +260,13 @@ ACCEPTED = {
         "training.halt_loss_weight", "training.ema_rate", "evaluation.target_accuracy", "data.build.seed",
         "inference.noise", "inference.guesses", "inference.retries", "training.noise",
         "data.loading.streaming_threshold_mb", "data.loading.cache_threshold_mb",
-        "training.curriculum.threshold",
+        "training.curriculum.threshold", "training.label_smoothing", "training.word_dropout",
+        "training.class_weights",
         "limits.low_battery_percent", "limits.cooling_delay_seconds",
     },
     "null": {
-        "training.max_grad_norm", "inference.converged_after", "evaluation.examples",
+        "model.attention_window", "training.max_grad_norm",
+        "inference.converged_after", "evaluation.examples",
         "evaluation.target_accuracy", "checkpoints.every_steps", "checkpoints.keep_every_hours",
         "limits.thermal_throttle_threshold",
         "plan.micro_batch_size", "plan.threads", "plan.workers", "limits.memory_limit_mb",
@@ -219,6 +292,7 @@ KEYS = [
     "data.build.size",
     "training.depths",
     "training.hints",
+    "training.class_weights",
 ]
 
 

@@ -53,6 +53,18 @@ def test_the_depth_of_a_step_is_a_pure_function(step, seed):
 
 
 def test_a_typical_step_has_the_median_number_of_recursions_of_the_last_stage(tmp_path):
-    assert typical_cycles(run_config(tmp_path, model__H_cycles=3)) == 3
+    deep = run_config(tmp_path, model__H_cycles=3)
+    assert typical_cycles(deep.model, deep.training) == 3
     terminal = run_config(tmp_path, training__supervision="terminal", training__depths={0: 1, 100: 7})
-    assert typical_cycles(terminal) == 4
+    assert typical_cycles(terminal.model, terminal.training) == 4
+
+
+def test_an_extension_changes_the_learning_rate_of_later_steps_only():
+    short = training_config(warmup_steps=10, max_steps=110, lr_min_ratio=0.2)
+    extended = training_config(warmup_steps=10, max_steps=110, lr_min_ratio=0.2, extensions={110: 210})
+    long = training_config(warmup_steps=10, max_steps=210, lr_min_ratio=0.2)
+    assert (short.last_step, extended.last_step) == (110, 210)
+    for step in range(1, 111):
+        assert learning_rate_factor(step, extended) == learning_rate_factor(step, short)
+    for step in range(111, 220):
+        assert learning_rate_factor(step, extended) == learning_rate_factor(step, long)

@@ -1,4 +1,4 @@
-"""Arithmetic on a model's sizes that needs no backend: positions, and operations per step."""
+"""Arithmetic on a model's sizes that needs no backend: positions, weights, latents, FLOPs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,50 @@ def count_positions(config: ModelConfig, data: DataSpec) -> int:
     return count
 
 
+def count_weights(model: ModelConfig, data: DataSpec) -> int:
+    """Return the number of trained weights, without the puzzle embeddings."""
+    D = model.hidden_size
+    L = count_positions(model, data)
+    mixing = {
+        "attention": 4 * D * D,
+        "mlp": 3 * L * model.inner_width(L),
+        "neighbourhood": model.neighbourhood_size**2 * D,
+        "candidates": 0,  # pooled inside the channel network
+    }[model.mixer]
+    layers = model.num_layers * (mixing + 3 * D * model.inner_width(D))
+    candidates = model.mixer == "candidates"
+    embedded = (3 if candidates else data.vocab_size) + (L if model.pos_encodings == "learned" else 0)
+    halt_head = 2 * D + 2
+    return layers + D * (embedded + (1 if candidates else data.num_outputs)) + halt_head
+
+
+def count_latents(model: ModelConfig, data: DataSpec) -> int:
+    """Return how many numbers the latents of one example have."""
+    return (2 if model.variant == "trm" else 1) * count_positions(model, data) * model.hidden_size
+
+
+def flops_per_recursion(model: ModelConfig, data: DataSpec) -> int:
+    """Return the FLOPs of the matrix products in one recursion of one example, without gradient."""
+    D = model.hidden_size
+    L = count_positions(model, data)
+    num_keys = L
+    if model.attention_window is not None:  # computed in blocks, see `windows.py`
+        num_keys = min(L, model.prefix_len + 1 + 3 * model.attention_window)
+    mixing = {
+        "attention": 4 * D * D * L + 2 * L * num_keys * D,
+        "mlp": 3 * L * model.inner_width(L) * D,
+        "neighbourhood": model.neighbourhood_size**2 * L * D,
+        "candidates": 0,
+    }[model.mixer]
+    channels = 3 * D * model.inner_width(D) * L
+    return 2 * (mixing + channels) * model.num_layers * model.block_passes_per_cycle
+
+
 def flops_per_sample(model: ModelConfig, data: DataSpec, cycles: int | None = None) -> int:
     """Return the FLOPs of the matrix products in one step of one example.
 
     A recursion with gradient counts three times: its backward pass multiplies by the weights and by the
     activations. Embedding, heads, normalisation and optimizer are left out.
     """
-    D = model.hidden_size
-    L = count_positions(model, data)
-    mixing = {
-        "attention": 4 * D * D * L + 2 * L * L * D,
-        "mlp": 3 * L * model.inner_width(L) * D,
-        "neighbourhood": model.neighbourhood_size**2 * L * D,
-        "candidates": 0,  # pooled inside the channel network
-    }[model.mixer]
-    channels = 3 * D * model.inner_width(D) * L
     recursions = (cycles or model.cycles_per_step) - 1 + 3
-    return 2 * (mixing + channels) * model.num_layers * model.block_passes_per_cycle * recursions
+    return flops_per_recursion(model, data) * recursions

@@ -17,6 +17,8 @@ from typing import Any
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import open_input
 from macbook_optimization.json_types import JsonObject
 
 STORAGES = {
@@ -61,7 +63,10 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """Describe every tensor; raise `CheckpointError` for anything but named tensors."""
     hint = "A file must be a state dict of plain tensors, saved by torch 1.6 or newer; a run is a directory."
     try:
+        open_input(file).close()  # a pipe would block the child until its time is up
         found = run_in_child(f"{__name__}:describe", {"file": str(file)}, timeout_seconds=_CHILD_SECONDS)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {file}: {reason_of(error)}", hint_for(error, hint)) from error
     except CheckpointError as error:
         raise CheckpointError(f"{file} is not a checkpoint that can be read safely: {error}", hint) from error
     except ChildDied as death:
@@ -75,7 +80,7 @@ def describe(file: str, send: Send) -> dict[str, JsonObject]:
     if sys.platform == "linux":  # macOS refuses this limit
         resource.setrlimit(resource.RLIMIT_AS, (_CHILD_BYTES, _CHILD_BYTES))
     try:
-        with zipfile.ZipFile(file) as archive:
+        with open_input(file) as opened, zipfile.ZipFile(opened) as archive:
             state = _unpickled(archive)
     except zipfile.BadZipFile as error:
         raise CheckpointError("it is not a zip file") from error

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from trm.cli.common import PATH, json_option, show
+from macbook_optimization.output_files import STATE_DICT, OutputFile
+from trm.cli.common import PATH, OutputOption, force_option, json_option, show, showing, warn_on
 
 
 @click.group()
@@ -24,10 +25,9 @@ def verify_checkpoints(run: Path, as_json: bool) -> None:
 
     Changes nothing. The exit code is 1 if a checkpoint is damaged that was not set aside yet.
     """
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.runs.listing import describe_verification, verify
+    with showing("Reading the run") as display:
+        from trm.runs.listing import describe_verification, verify
 
-    with ProgressDisplay() as display:
         found = verify(run, display.update)
     show(asdict(found), as_json, describe_verification(found))
     if any(each.damage and each.name.startswith("step-") for each in found.checkpoints):
@@ -51,16 +51,18 @@ def import_checkpoint(
 
     A file is read in a child process that accepts names and sizes of tensors and nothing else.
     """
-    from trm.config import load_config
+    with showing("Reading the weights") as display:
+        from trm.config import load_config
 
-    config = load_config(recipe, overrides)
-    if source.is_file():
-        from trm.backends.state_dict_files import stored_tensors
+        config = load_config(recipe, overrides)
+        if not source.is_dir():
+            from trm.backends.state_dict_files import stored_tensors
 
-        stored_tensors(source)  # refuses what is not weights before torch is imported
-    from trm.exchange import import_weights
+            stored_tensors(source)  # refuses what is not weights before torch is imported
+        from trm.exchange import import_weights
 
-    new = import_weights(source, config, run, new_head=new_head)
+        display.status("Loading PyTorch and importing the weights")
+        new = import_weights(source, config, run, new_head=new_head, warn=warn_on(display))
     text = f"{run} holds the weights of {source}; try: trm eval {run}"
     if new:
         text = f"{run} holds the weights of {source}, except for these new ones: {', '.join(new)}"
@@ -69,7 +71,8 @@ def import_checkpoint(
 
 @checkpoint.command("export")
 @click.argument("run", type=PATH)
-@click.argument("file", type=PATH)
+@click.argument("file", type=OutputOption(STATE_DICT))
+@force_option
 @click.option(
     "--averaged/--raw", default=True, show_default=True, help="Export the moving average, or the raw weights."
 )
@@ -77,12 +80,14 @@ def import_checkpoint(
     "--compiled/--eager", default=True, show_default=True, help="Use the names of a compiled model, or not."
 )
 @json_option
-def export_checkpoint(run: Path, file: Path, averaged: bool, compiled: bool, as_json: bool) -> None:
+def export_checkpoint(run: Path, file: OutputFile, averaged: bool, compiled: bool, as_json: bool) -> None:
     """Write the best weights of RUN to FILE under the names that the reference implementation loads.
 
     The reference implementation compiles its model by default; with DISABLE_COMPILE set, it needs --eager.
     """
-    from trm.exchange import export_reference
+    with showing("Loading PyTorch and exporting the weights") as display:
+        from trm.exchange import export_reference
 
-    step = export_reference(run, file, averaged=averaged, compiled=compiled)
-    show({"file": str(file), "step": step}, as_json, f"{file} holds the weights of {run}, step {step}")
+        step = export_reference(run, file, averaged=averaged, compiled=compiled, warn=warn_on(display))
+    text = f"{file.path} holds the weights of {run}, step {step}"
+    show({"file": str(file.path), "step": step}, as_json, text)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from macbook_optimization.durable_files import replace_file
-from macbook_optimization.errors import DataError
 from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.output_files import FileKind, OutputFile
+from macbook_optimization.progress_lines import wrap_words
 
 if TYPE_CHECKING:
+    from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.config import InferenceConfig
 
 Command = Callable[..., None]
 PATH = click.Path(path_type=Path)
+_FORCE = "trm.force"  # where the context of a command keeps --force
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
@@ -28,15 +32,61 @@ def with_options(command: Command, options: Iterable[Callable[[Command], Command
     return command
 
 
+def for_terminal(text: str, stream: TextIO | None) -> str:
+    """Wrap text between words if the stream is a terminal; elsewhere a line stays a line."""
+    if stream is None or stream.closed or not stream.isatty():
+        return text
+    return wrap_words(text, shutil.get_terminal_size().columns - 1)
+
+
+@contextmanager
+def showing(activity: str) -> Iterator[ProgressDisplay]:
+    """Open a display that shows what is happening, before the imports that take time."""
+    from macbook_optimization.progress_monitoring import ProgressDisplay
+
+    with ProgressDisplay() as display:
+        display.status(activity)
+        yield display
+
+
 def show(facts: Any, as_json: bool, text: str) -> None:
     click.echo(json.dumps(facts) if as_json else text)
 
 
-def write_json(file: Path, value: Any) -> None:
-    try:
-        replace_file(file, json.dumps(value).encode())
-    except OSError as error:
-        raise DataError(f"Cannot write {file}: {error.strerror or error}") from error
+def warn_on(display: ProgressDisplay) -> Callable[[str], None]:
+    """Return a function that shows a warning above the progress."""
+    return lambda text: display.message(f"warning: {text}")
+
+
+class OutputOption(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """A file to write. It is checked when the command line is parsed, before anything that takes time."""
+
+    name = "file"
+
+    def __init__(self, kind: FileKind) -> None:
+        self.kind = kind
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> OutputFile:
+        force = ctx is not None and ctx.meta.get(_FORCE, False)
+        file = OutputFile(Path(value), self.kind, force)
+        file.check()
+        return file
+
+
+def force_option(command: Command) -> Command:
+    """Add --force, which the files of the command read; it is parsed before them, in any position."""
+    return click.option(
+        "--force",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=lambda ctx, param, value: ctx.meta.update({_FORCE: value}),
+        help="Replace an existing file, whatever it holds.",
+    )(command)
+
+
+def write_json(file: OutputFile, value: Any) -> None:
+    file.write(json.dumps(value).encode())
 
 
 def set_environment(threads: int) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from macbook_optimization.errors import DataError
-from trm.cli.common import PATH, Command, json_option, show, with_options
+from macbook_optimization.units import counted
+from trm.cli.common import PATH, Command, json_option, show, showing, with_options
 
 
 @click.group()
@@ -45,8 +45,12 @@ def grid_options(command: Command) -> Command:
         ),
         click.option(
             "--from", "file", type=PATH,
-            help="File to read puzzles from: CSV, or text with one per line (also .gz, .xz) "
-            "[default: generate them].",
+            help="File to read puzzles from: CSV, or text with one per line (also .gz, .xz); - is standard "
+            "input [default: generate them].",
+        ),
+        click.option(
+            "--max-input-mb", type=click.IntRange(min=1), default=1024, show_default=True,
+            help="Most MiB of text to read from that file, counted after it is unpacked.",
         ),
         click.option("--source", help="Training rows of the file: those with this `source` [default: all]."),
         click.option(
@@ -115,6 +119,10 @@ def build_maze(
     "--overlap", type=click.Choice(["refuse", "drop", "allow"]), default="refuse", show_default=True,
     help="What to do with training tasks that are also test tasks; drop removes them from training.",
 )  # fmt: skip
+@click.option(
+    "--max-input-mb", type=click.IntRange(min=1), default=256, show_default=True,
+    help="Most MiB to read from all files together.",
+)  # fmt: skip
 @partial(with_options, options=output_options)
 def build_arc(
     train: tuple[Path, ...],
@@ -128,7 +136,45 @@ def build_arc(
     options["train"] = [str(path) for path in train]
     options["test"] = [str(path) for path in test]
     facts = _build("arc", options, out, jobs)
-    show(facts, as_json, f"{out}: {facts['train']:,} training and {facts['test']:,} test examples")
+    show(
+        facts,
+        as_json,
+        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test example')}",
+    )
+
+
+@build.command("email")
+@click.option(
+    "--from", "sources", type=click.Path(), multiple=True, required=True, metavar="MAIL",
+    help="An mbox, a Maildir, a directory whose folders are the categories, or a table; may be repeated.",
+)  # fmt: skip
+@click.option("--mapping", type=PATH, help="YAML file that says which folders and labels are which category.")
+@click.option("--test-share", type=float, default=0.15, show_default=True, help="Share of the test set.")
+@click.option(
+    "--split", type=click.Choice(["random", "time", "thread"]), default="random", show_default=True,
+    help="How the test set is chosen: at random, the newest messages, or whole conversations.",
+)  # fmt: skip
+@click.option("--length", type=int, default=256, show_default=True, help="Most tokens per message.")
+@click.option("--vocab-size", type=int, default=8000, show_default=True, help="Tokens in the vocabulary.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split.")
+@partial(with_options, options=output_options)
+def build_email(
+    sources: tuple[str, ...],
+    mapping: Path | None,
+    out: Path,
+    jobs: int | None,
+    as_json: bool,
+    **options: object,
+) -> None:
+    """Build a dataset of tokens from mail, for the recursive path. Its vocabulary is made of this mail."""
+    options["from"] = list(sources)
+    options["mapping"] = None if mapping is None else str(mapping)
+    facts = _build("email", options, out, jobs)
+    show(
+        facts,
+        as_json,
+        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test message')}",
+    )
 
 
 def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -> dict[str, object]:
@@ -141,19 +187,16 @@ def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -
 
 
 def _show_grids(facts: Mapping[str, str | int], size: int, as_json: bool) -> None:
-    counts = f"{facts['train']:,} training and {facts['test']:,} test puzzles"
+    counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test puzzle')}"
     show(facts, as_json, f"{facts['path']}: {counts}, {size}x{size}")
 
 
 def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> dict[str, str | int]:
-    from macbook_optimization.performance_reporting import available_cores
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.tasks.dataset import SPLITS, open_split
-    from trm.tasks.registry import load_task
+    with showing("Building the dataset") as display:
+        from macbook_optimization.performance_reporting import available_cores
+        from trm.tasks.dataset import SPLITS, open_split
+        from trm.tasks.registry import load_task
 
-    if out.exists():
-        raise DataError(f"{out} already exists", hint="Choose another --out, or remove it first.")
-    with ProgressDisplay() as display:
         load_task(task).build(options, out, display.update, jobs or available_cores())
     return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}}
 
@@ -163,10 +206,9 @@ def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None
 @json_option
 def info(dataset: Path, as_json: bool) -> None:
     """Describe DATASET: its sizes, repeated questions, and how this machine would read it."""
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.tasks.inspection import format_facts, inspect_dataset
+    with showing("Reading the dataset") as display:
+        from trm.tasks.inspection import format_facts, inspect_dataset
 
-    with ProgressDisplay() as display:
         facts = inspect_dataset(dataset, display.update)
     show(asdict(facts), as_json, format_facts(facts))
 

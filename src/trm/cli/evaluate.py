@@ -8,85 +8,150 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.output_files import OutputFile
+from macbook_optimization.units import counted
 from trm.cli.common import (
     PATH,
+    OutputOption,
+    force_option,
     inference_options,
     inference_settings,
     json_option,
     set_environment,
     show,
+    showing,
+    warn_on,
     write_json,
 )
+from trm.tasks.arc_submission import SUBMISSION
 
 if TYPE_CHECKING:
-    from trm.config import InferenceConfig
+    from trm.config import InferenceConfig, RunConfig
+    from trm.tasks.base import Submittable
     from trm.training.evaluation import Evaluation
+
+
+ALL = "all"
+
+
+def _examples(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == ALL:
+        return value
+    if not value.isdecimal() or not int(value):
+        raise click.BadParameter(f"{value!r} is neither a number of examples, 1 or more, nor {ALL!r}.")
+    return int(value)
 
 
 @click.command("eval")
 @click.argument("run", type=PATH)
 @click.option("--data", "dataset", type=PATH, help="Dataset [default: the run's own].")
-@click.option("--depth", type=click.IntRange(min=1), help="Steps per example [default: the recipe's].")
+@click.option(
+    "--examples",
+    metavar="N|all",
+    callback=_examples,
+    help="Evaluate N test examples, spread evenly over the tasks, or all [default: the recipe's "
+    "evaluation.examples; all with --submission].",
+)
+@click.option(
+    "--depth", type=click.IntRange(min=1), help="Maximum number of steps per example [default: the recipe's]."
+)
 @click.option(
     "--converged-after",
-    type=click.IntRange(min=1),
-    help="Stop an example when its answer has not changed for N steps.",
+    type=click.IntRange(min=0),
+    help="Stop an example when its answer has not changed for N steps; 0 switches this off "
+    "[default: the recipe's].",
 )
-@click.option("--settle", type=click.IntRange(min=1), hidden=True)  # earlier name of --converged-after
+@click.option("--settle", type=click.IntRange(min=0), hidden=True)  # earlier name of --converged-after
 @click.option(
-    "--submission", type=PATH, help="ARC: write two attempts for every test, in the competition's format."
+    "--submission",
+    type=OutputOption(SUBMISSION),
+    help="ARC: write two attempts for every test, in the competition's format.",
 )
+@force_option
 @inference_options
 @json_option
 def evaluate(
     run: Path,
     dataset: Path | None,
-    depth: int | None,
-    converged_after: int | None,
-    settle: int | None,
-    submission: Path | None,
+    examples: int | str | None,
+    submission: OutputFile | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Evaluate the best checkpoint of RUN on examples that it has never seen."""
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.inference.predict import load_search, open_model, open_test_set
-    from trm.plan import EVALUATION_FACTOR
-    from trm.tasks.base import Submittable
-    from trm.training.evaluation import evaluate as evaluate_split
+    with showing("Reading the run") as display:
+        from trm.inference.predict import load_search, open_model, open_test_set
+        from trm.plan import EVALUATION_FACTOR
+        from trm.tasks.base import Submittable
+        from trm.training.evaluation import evaluate as evaluate_split
 
-    model = open_model(run)
-    split = open_test_set(model, dataset)
+        model = open_model(run, warn_on(display))
+        split = open_test_set(model, dataset)
     scorer = model.task.scorer(split)
-    if submission is not None and not isinstance(scorer, Submittable):
-        raise DataError(f"The task {model.task.name} of {run} has no competition to submit to")
+    limit = _limit(model.config, examples, submission)
+    if submission is not None:
+        if not isinstance(scorer, Submittable):
+            raise DataError(f"The task {model.task.name} of {run} has no competition to submit to")
+        scorer.require_all_tests(split, limit)
     recipe = model.config.inference
-    settings = inference_settings(recipe, options, _steps(recipe, depth, converged_after or settle))
+    steps = _steps(recipe, options)
+    settings = inference_settings(recipe, options, steps)
     execution = model.execution
     set_environment(execution.threads)
-    with ProgressDisplay() as display:
+    with showing("Loading PyTorch") as display:
+        search = load_search(model, settings, execution)
+        display.status("Evaluating")
         result = evaluate_split(
-            load_search(model, settings, execution),
+            search,
             split,
             scorer,
             EVALUATION_FACTOR * model.plan.micro_batch_size,
-            model.config.evaluation.examples,
-            lambda done, total: display.update("evaluating", done, total),
+            limit,
+            lambda done, total, facts: display.update("evaluating", done, total, facts),
         )
-    if submission is not None and isinstance(scorer, Submittable):
-        write_json(submission, scorer.submission())
     step = model.checkpoint.step
     path = dataset or model.config.data.path
     row = result.row(step, 0.0).to_json()
     del row["seconds"]
-    show({"run": str(run), "data": str(path), **row}, as_json, _text(run, path, step, result))
+    if submission is not None and isinstance(scorer, Submittable):
+        write_json(submission, scorer.submission())
+        row["tests_without_answer"] = _warn_of_unanswered(scorer)
+        row["tests_with_one_answer"] = _report_single_answers(scorer)
+    facts = {"run": str(run), "data": str(path), "checkpoint": model.checkpoint.path.name, **row}
+    show(facts, as_json, _text(run, path, step, result))
 
 
-def _steps(recipe: InferenceConfig, depth: int | None, converged_after: int | None) -> dict[str, int | None]:
-    """An explicit depth is used in full, unless a rule for convergence is given as well."""
-    if not (depth or converged_after):
-        return {}
-    return {"depth": depth or recipe.depth, "converged_after": converged_after}
+def _limit(config: RunConfig, examples: int | str | None, submission: OutputFile | None) -> int | None:
+    """Return how many examples to evaluate; None for all. A submission is of everything by default."""
+    if isinstance(examples, int):
+        return examples
+    return None if examples == ALL or submission is not None else config.evaluation.examples
+
+
+def _warn_of_unanswered(scorer: Submittable) -> int:
+    count = scorer.unanswered()
+    if count:
+        tests = counted(count, "test")
+        click.echo(f"warning: there is no valid answer to {tests}; a placeholder is submitted", err=True)
+    return count
+
+
+def _report_single_answers(scorer: Submittable) -> int:
+    count = scorer.answered_once()
+    if count:
+        tests = counted(count, "test")
+        click.echo(f"All votes agree on the answer to {tests}; both attempts are that answer.", err=True)
+    return count
+
+
+def _steps(recipe: InferenceConfig, options: dict[str, Any]) -> dict[str, int | None]:
+    """Take the depth and the rule for convergence out of the options; what is not given is the recipe's."""
+    depth, converged_after, settle = (options.pop(name) for name in ("depth", "converged_after", "settle"))
+    given = converged_after if converged_after is not None else settle
+    return {
+        "depth": depth or recipe.depth,
+        "converged_after": recipe.converged_after if given is None else given or None,
+    }
 
 
 def _text(run: Path, path: Path, step: int, result: Evaluation) -> str:
@@ -94,7 +159,7 @@ def _text(run: Path, path: Path, step: int, result: Evaluation) -> str:
     halting = result.metrics.scalars.get("halt_accuracy")
     head = "" if halting is None else f", halting head right {halting:.1%}"
     return (
-        f"{run}, step {step}, on {result.examples} test examples of {path}:\n"
+        f"{run}, step {step}, on {counted(result.examples, 'test example')} of {path}{result.coverage}:\n"
         f"{result.described()}{head}, {result.mean_steps:.1f} steps per example\n"
         f"exact by depth: {curve}"
     )

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import click
 
-from trm.cli.common import PATH, json_option, show
+from macbook_optimization.output_files import OutputFile
+from trm.cli.common import PATH, OutputOption, force_option, json_option, show, showing
+from trm.machine.benchmark_file import BENCHMARK
 
 
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
     """Show this machine, its measured speed, the plan it would get, and recommendations."""
-    from macbook_optimization.progress_monitoring import ProgressDisplay
-    from trm.machine.doctor import examine
-    from trm.machine.doctor_report import format_examination
+    with showing("Examining this machine") as display:
+        from trm.machine.doctor import examine
+        from trm.machine.doctor_report import format_examination
 
-    with ProgressDisplay() as display:
         found = examine(display)
     show(found.to_json(), as_json, format_examination(found))
 
@@ -39,28 +40,30 @@ def doctor(as_json: bool) -> None:
     show_default=True,
     help="Repeats per profile, each in a new process.",
 )
-@click.option("--out", type=PATH, metavar="FILE", help="Save all measurements as JSON.")
+@click.option("--out", type=OutputOption(BENCHMARK), help="Save all measurements as JSON.")
+@force_option
 @click.option("--compare", type=PATH, metavar="FILE", help="Compare with measurements saved earlier in FILE.")
 @json_option
 def bench(
-    names: tuple[str, ...], repeats: int, out: Path | None, compare: Path | None, as_json: bool
+    names: tuple[str, ...],
+    repeats: int,
+    out: OutputFile | None,
+    compare: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure how fast this machine trains a model of its size, and the memory it takes.
 
     Takes real steps on random tokens. Close other programs first.
     """
     from macbook_optimization.hardware_detection import HardwareDetector
-    from macbook_optimization.progress_monitoring import ProgressDisplay
     from trm.machine import benchmark_report as reports
     from trm.machine.benchmark import measure, select_profiles
     from trm.machine.benchmark_comparison import compare as compare_reports
 
     hardware = HardwareDetector().detect(with_torch=False)
     profiles = select_profiles(names, hardware.memory.total_memory)
-    if out is not None:
-        reports.check_writable(out)
     baseline = None if compare is None else reports.read_baseline(compare, [p.name for p in profiles])
-    with ProgressDisplay() as display:
+    with showing("Preparing the benchmark") as display:
         report = measure(profiles, repeats, hardware, display)
     compared = compare_reports(report, baseline, compare) if baseline and compare else None
     show(reports.report_to_json(report, compared), as_json, reports.format_report(report, compared))

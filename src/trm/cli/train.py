@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from macbook_optimization.json_types import JsonObject
-from trm.cli.common import PATH, json_option, show
+from macbook_optimization.units import counted
+from trm.cli.common import PATH, for_terminal, json_option, show
 
 if TYPE_CHECKING:
     from trm.training.loop import Outcome
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     help="Stop after this many minutes; the same command resumes.",
 )
 @click.option("--max-steps", type=click.IntRange(min=1), help="Stop at this step; the same command resumes.")
+@click.option(
+    "--more-steps",
+    type=click.IntRange(1, 10**9),
+    help="Train a finished run, named in place of RECIPE, for N more steps.",
+)
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
 @json_option
 def train(
@@ -36,26 +42,18 @@ def train(
     fit: bool,
     max_minutes: float | None,
     max_steps: int | None,
+    more_steps: int | None,
     as_json: bool,
 ) -> None:
     """Train RECIPE, a YAML file or the name of a shipped one; an earlier run is resumed.
 
-    KEY=VALUE overrides a recipe key, for example model.hidden_size=256 or plan.threads=1.
+    RECIPE may also be the directory of a run, which is resumed with its own recipe. KEY=VALUE overrides a
+    recipe key, for example model.hidden_size=256 or plan.threads=1.
     """
-    from trm.config import load_config
-    from trm.runs.directory import only_trainer
+    from trm.api import Start, train_recipe
 
-    config = load_config(recipe, overrides)
-    path = run or Path("runs") / Path(recipe).stem
-    with only_trainer(path) as lock:  # before anything that takes time
-        from macbook_optimization.progress_monitoring import ProgressDisplay
-        from trm.training.loop import Limits
-        from trm.training.preparation import prepare
-        from trm.training.supervisor import supervise
-
-        with ProgressDisplay() as display:
-            job = prepare(config, path, display, fresh=fresh, fit=fit)
-        outcome = supervise(job, Limits(max_minutes * 60 if max_minutes else None, max_steps), lock)
+    start = Start(fresh=fresh, fit=fit, more_steps=more_steps, max_minutes=max_minutes, max_steps=max_steps)
+    outcome = train_recipe(recipe, overrides, run, start)
     show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
         sys.exit(130)
@@ -89,12 +87,15 @@ def _outcome_text(outcome: Outcome) -> str:
     if outcome.best and metric:
         name, value = metric
         lines.append(
-            f"Best: {metric_label(name)} {value:.1%} on {outcome.best['examples']} unseen examples "
+            f"Best: {metric_label(name)} {value:.1%} on "
+            f"{counted(outcome.best['examples'], 'unseen example')} "
             f"(step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
         )
     lines.append(f"The run is in {outcome.run}.")
     if outcome.reason == "limit":
         lines.append("Without that limit, or with a later one, the same command resumes from there.")
+    if outcome.reason in ("target", "max_steps"):
+        lines.append(f"To train it longer: trm train {outcome.run} --more-steps N")
     if outcome.reason == "interrupted":
         lines.append("The same command resumes from there.")
-    return "\n".join(lines)
+    return for_terminal("\n".join(lines), sys.stdout)

@@ -41,6 +41,10 @@ class ModelConfig(Section):
     """How positions exchange information: `attention`, `mlp` (a network over all positions), `neighbourhood`
     (a convolution over a square grid), or `candidates` (Sudoku: one latent per digit and cell, pooled over
     rows, columns, boxes and cells)."""
+    attention_window: Count | None = None
+    """Positions to either side that a position attends to, besides the puzzle embedding and the first token,
+    which attend to all positions and are attended to by all; null for all positions. Time and memory then
+    grow with the length of a row rather than with its square."""
     neighbourhood_size: Literal[3, 5, 7] = 3
     """Side of the square that the `neighbourhood` mixer covers, in cells."""
     pos_encodings: Literal["rope", "learned", "none"] = "rope"
@@ -114,6 +118,8 @@ class ModelConfig(Section):
         head_size, rest = divmod(self.hidden_size, self.num_heads)
         uses_rope = self.pos_encodings == "rope"
         if self.mixer != "attention":
+            if self.attention_window is not None:
+                problems.append(f"attention_window is for attention; the mixer is {self.mixer}")
             if uses_rope:
                 problems.append(
                     f"rotary positions act inside attention; with the mixer {self.mixer} use pos_encodings "

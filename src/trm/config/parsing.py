@@ -6,33 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import TooLargeError, read_input
 from macbook_optimization.json_types import JsonMapping
 from trm.config.recipes import find_recipe
 from trm.config.renamed import Tree, with_current_keys
 from trm.config.sections import RunConfig
 from trm.config.values import Section, did_you_mean
+from trm.config.yaml_text import MAX_LENGTH, parse_yaml
 
 S = TypeVar("S", bound=Section)
-
-_MAX_RECIPE_LENGTH = 100_000
-_MAX_BRACKETS = 1000
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_recipe(str(recipe))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_input(path, 4 * MAX_LENGTH).decode()
+    except TooLargeError as error:
+        raise ConfigError(f"{path} is too large for a recipe") from error
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {reason_of(error)}", hint_for(error)) from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"Cannot read {path}: {error}") from error
     return config_from_text(text, str(path), overrides)
 
 
 def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
-    tree = _parse_yaml(text, origin)
+    tree = parse_yaml(text, origin)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{origin} is not a recipe: it must be a mapping with task, data, model and training"
@@ -67,8 +70,15 @@ def differences(ours: JsonMapping, theirs: JsonMapping, prefix: str = "") -> lis
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             found += differences(here, there, f"{prefix}{key}.")
         elif here != there:
-            found.append(f"{prefix}{key} is {here} here and {there} in the run")
+            found.append(f"{prefix}{key} is {_as_yaml(here)} here and {_as_yaml(there)} in the run")
     return found
+
+
+def _as_yaml(value: object) -> str:
+    """Return a value as a recipe has it: null, true and false instead of Python's names."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _build_only_where_asked(tree: Tree, overrides: Sequence[str]) -> None:
@@ -100,17 +110,7 @@ def _apply_override(tree: Tree, override: str) -> None:
         if not isinstance(child, dict):
             child = node[parent] = {}
         node = child
-    node[leaf] = _parse_yaml(text, f"the value of {override!r}")
-
-
-def _parse_yaml(text: str, origin: str) -> Any:
-    """Parse plain values only. The parser takes quadratic time for nested text, so nesting is bounded."""
-    if len(text) > _MAX_RECIPE_LENGTH or text.count("[") + text.count("{") > _MAX_BRACKETS:
-        raise ConfigError(f"{origin} is too large or too deeply nested for a recipe")
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{origin} is not valid YAML: {' '.join(str(error).split())}") from error
+    node[leaf] = parse_yaml(text, f"the value of {override!r}")
 
 
 def _describe(problem: Any, section: type[BaseModel]) -> str:
@@ -126,7 +126,8 @@ def _describe(problem: Any, section: type[BaseModel]) -> str:
         return f"{where} is missing"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     if "it should" in message:
-        return f"{where} is {problem['input']!r}: {message}"
+        given = problem["input"]
+        return f"{where} is {repr(given) if isinstance(given, str) else _as_yaml(given)}: {message}"
     return f"{where}: {message}".removeprefix(": ")  # a problem of several keys together has no place
 
 

@@ -7,6 +7,7 @@ is resumed. Names are those that TRM configurations already use.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -22,6 +23,7 @@ from trm.config.values import (
     Count,
     CountOrZero,
     Fraction,
+    OncePerStep,
     Positive,
     PositiveOrZero,
     Rate,
@@ -43,6 +45,25 @@ class CurriculumConfig(Section):
     """Steps between two decisions."""
 
 
+_MAX_EXPONENT = 10
+_Exponent = Annotated[PositiveOrZero, Field(le=_MAX_EXPONENT)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+def _class_weights(value: object) -> object:
+    """Report one problem for a value that is neither; the types alone would report one for each."""
+    weights = list(value.values()) if isinstance(value, dict) else [value]
+    limit = sys.float_info.max if isinstance(value, dict) else _MAX_EXPONENT
+    for weight in weights:
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight <= limit
+        if not is_number:
+            raise ValueError(
+                f"Input should be an exponent from 0 to {_MAX_EXPONENT}, or a weight of at least 0 for each "
+                "category"
+            )
+    return value
+
+
 class TrainingConfig(Section):
     """The objective, the optimizer and their schedule."""
 
@@ -53,6 +74,8 @@ class TrainingConfig(Section):
     """Slots: examples per optimizer step, on all machines together."""
     max_steps: Count = 10_000
     """Optimizer steps, and the end of the learning-rate schedule."""
+    extensions: dict[CountOrZero, Count] = Field(default_factory=dict)
+    """From this step on, another last step than `max_steps`; `trm train RUN --more-steps N` adds an entry."""
     optimizer: Literal["adam_atan2", "adamw", "muon"] = "adam_atan2"
     """Optimizer of all weights except puzzle embeddings; `muon` uses AdamW outside the recursive block."""
     learning_rate: Rate = 1e-4
@@ -75,17 +98,26 @@ class TrainingConfig(Section):
     """Norm to which the gradient is clipped; null for no clipping."""
     loss: Literal["stablemax_cross_entropy", "softmax_cross_entropy"] = "stablemax_cross_entropy"
     """Loss per labelled position."""
+    label_smoothing: BelowOne = 0.0
+    """Share of every label that is spread evenly over all outputs."""
+    class_weights: Annotated[_Exponent | dict[_Name, PositiveOrZero], BeforeValidator(_class_weights)] = 0.0
+    """Weight of an example's loss by its category, for a dataset whose categories have names: an exponent e
+    gives (N / (C n)) ** e for a category with n of N examples among C categories, a mapping gives the weight
+    of each named category and 1 to the others. 0 weighs all examples the same."""
+    word_dropout: BelowOne = 0.0
+    """Share of the words that is left out of every training example, each time drawn anew, where the task has
+    words; of mail, the same share of the examples loses all header features."""
     halt_loss_weight: Annotated[PositiveOrZero, Field(le=1000)] = 0.5
     """Weight of the halting head's loss."""
     ema: bool = True
     """Keep an exponential moving average of the weights and use it for inference."""
     ema_rate: Fraction = 0.999
     """Decay of the moving average per step."""
-    depths: dict[CountOrZero, Count] = Field(default_factory=lambda: {0: 1})
+    depths: Annotated[dict[CountOrZero, Count], OncePerStep] = Field(default_factory=lambda: {0: 1})
     """Terminal supervision: from this step on, the number of recursions is drawn from 1 to this value."""
     noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0
     """Standard deviation of noise added to the initial latents of every example."""
-    hints: dict[CountOrZero, Fraction] = Field(default_factory=lambda: {0: 0.0})
+    hints: Annotated[dict[CountOrZero, Fraction], OncePerStep] = Field(default_factory=lambda: {0: 0.0})
     """From this step on, in this share of the examples, up to half of the answer is given in the input."""
     curriculum: CurriculumConfig | None = None
     """Easy examples first; null for all examples from the start."""
@@ -97,7 +129,19 @@ class TrainingConfig(Section):
         for name in ("depths", "hints"):
             if 0 not in getattr(self, name):
                 raise ValueError(f"{name} must have a value for step 0")
+        if any(last <= start for start, last in self.extensions.items()):
+            raise ValueError("extensions must end after they start")
         return self
+
+    @property
+    def last_steps(self) -> dict[int, int]:
+        """The last step by the step from which on it is known, as a schedule."""
+        return {0: self.max_steps, **self.extensions}
+
+    @property
+    def last_step(self) -> int:
+        """The step at which training ends."""
+        return self.last_steps[max(self.last_steps)]
 
 
 class InferenceConfig(Section):
@@ -146,12 +190,22 @@ class InferenceConfig(Section):
 class EvaluationConfig(Section):
     """When a run is evaluated on its test split, and when it is good enough."""
 
-    every_steps: Count = 1000
-    """Steps between evaluations."""
+    every_steps: Count | None = 1000
+    """Steps between evaluations, besides one at the end; null for no evaluation at all, so that the newest
+    checkpoint is used."""
     examples: Count | None = None
-    """Evaluate only this many test examples; null for all."""
+    """Evaluate only this many test examples, spread evenly over the tasks of the test split; null for all."""
     target_accuracy: Fraction | None = None
     """Stop training when the task's primary metric reaches this value."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.every_steps is None and self.target_accuracy is not None:
+            raise ValueError(
+                f"target_accuracy {self.target_accuracy:g} is never reached without evaluations; with "
+                "every_steps null, set evaluation.target_accuracy=null too"
+            )
+        return self
 
 
 class CheckpointsConfig(Section):
@@ -277,21 +331,28 @@ class RunConfig(Section):
     def _accept_earlier_keys(cls, tree: object) -> object:
         return with_current_keys(tree) if isinstance(tree, dict) else tree
 
-    def what_is_learned(self) -> JsonObject:
-        """Return the part that a resumed run must share. Datasets are compared by content, not by path."""
+    def what_is_learned(self, until: int | None = None) -> JsonObject:
+        """Return the part that a resumed run must share; `until` a step, what its weights depend on.
+
+        Datasets are compared by content, not by path.
+        """
         learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})
         learned["data"] = {"augment": self.data.augment}
         del learned["training"]["deterministic"]
         if self.training.lr_min_ratio == 1:  # nothing depends on where training ends
             del learned["training"]["max_steps"]
+            del learned["training"]["extensions"]
+        elif until is not None:  # an extension does not change the steps before it
+            started = {start: last for start, last in self.training.extensions.items() if start < until}
+            learned["training"]["extensions"] = started
         return learned
 
     @classmethod
-    def learned_with_defaults(cls, learned: JsonMapping) -> JsonObject:
+    def learned_with_defaults(cls, learned: JsonMapping, until: int | None = None) -> JsonObject:
         """Return what an earlier version saved, with present key names and keys that did not exist then."""
         try:
             whole = {**learned, "data": {"path": ".", **learned["data"]}}
-            return cls.model_validate(whole).what_is_learned()
+            return cls.model_validate(whole).what_is_learned(until)
         except (ValidationError, KeyError, TypeError):  # saved by a newer version: compared as it is
             return dict(learned)
 

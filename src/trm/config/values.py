@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 
 def _not_boolean(value: object) -> object:
@@ -15,14 +23,42 @@ def _not_boolean(value: object) -> object:
     return value
 
 
+def _whole_number(value: object) -> object:
+    """Accept 1e3 for 1000. YAML reads it as text, because its numbers with an exponent need a point."""
+    value = _not_boolean(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        number = Decimal(value.strip())
+    except InvalidOperation:
+        return value
+    if number.is_finite() and number.adjusted() >= _MAX_DIGITS:  # 1e999999999 must not be expanded
+        raise ValueError(f"Input should be an integer of at most {_MAX_DIGITS} digits")
+    if not number.is_finite() or number != number.to_integral_value():
+        raise ValueError("Input should be a valid integer")
+    return int(number)
+
+
+_MAX_DIGITS = 19  # of the largest integer that is accepted, 2^63 - 1
 _Number = BeforeValidator(_not_boolean)
-Count = Annotated[int, _Number, Field(ge=1, lt=2**31)]
-CountOrZero = Annotated[int, _Number, Field(ge=0, lt=2**63)]
+_Integer = BeforeValidator(_whole_number)
+Count = Annotated[int, _Integer, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, _Integer, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, _Number, Field(gt=0, lt=1, allow_inf_nan=False)]
 BelowOne = Annotated[float, _Number, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+def _each_key_once(mapping: object, validate: ValidatorFunctionWrapHandler) -> object:
+    validated = validate(mapping)
+    if isinstance(mapping, Mapping) and len(validated) < len(mapping):  # 1000 and 1e3 are the same step
+        raise ValueError("Input should not have the same step twice")
+    return validated
+
+
+OncePerStep = WrapValidator(_each_key_once)
 
 
 class Section(BaseModel):

@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from macbook_optimization.checkpoint_files import Checkpoint
+from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.units import counted
 from trm.arrays import IntArray
 from trm.backends.base import Program, load_backend
+from trm.backends.bounds import check_inference
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import InferenceConfig, RunConfig
 from trm.inference.search import Search
@@ -61,10 +64,34 @@ class Prediction:
     problem: str | None  # the first mistake in the last answer
 
 
-def open_model(path: Path) -> TrainedModel:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prediction as plain values, in the task's own notation."""
+
+    question: str
+    answer: str
+    valid: bool  # whether it answers the question, by the rules of the task or the known label
+    problem: str | None  # the first mistake
+    steps: tuple[str, ...]  # the answer after each step, the last one included
+    confidence: float  # of the halting head, 0 to 1
+
+
+def answer_of(task: Interactive, prediction: Prediction) -> Answer:
+    return Answer(
+        question=task.text(prediction.question),
+        answer=task.text(prediction.answers[-1]),
+        valid=prediction.problem is None,
+        problem=prediction.problem,
+        steps=tuple(task.text(answer) for answer in prediction.answers),
+        confidence=prediction.confidence,
+    )
+
+
+def open_model(path: Path, warn: Warn = python_warning) -> TrainedModel:
+    """Open the best checkpoint of a run. If it cannot be used, another is, and `warn` receives the reason."""
     run = Run(path)
     config = run.config
-    checkpoint = run.checkpoints().best_or_newest()
+    checkpoint = run.checkpoints().best_or_newest(warn)
     task = load_task(config.task)
     data = task.complete(check_compatible(checkpoint, config).data_spec())
     return TrainedModel(config, run.plan or DEFAULT_PLAN, task, data, checkpoint)
@@ -73,17 +100,22 @@ def open_model(path: Path) -> TrainedModel:
 def load_search(model: TrainedModel, settings: InferenceConfig, execution: Execution | None = None) -> Search:
     """Load the weights. This takes the seconds that the backend takes to import: validate inputs first."""
     how = execution or model.execution
+    program = Program.of(model.config, model.data)
+    check_inference(program, settings)
     backend = load_backend(how)
     backend.prepare(how)
     weights = model.checkpoint.load("ema" if model.config.training.ema else "weights")
-    predictor = backend.predictor(Program.of(model.config, model.data), how, weights)
+    predictor = backend.predictor(program, how, weights)
     return Search(predictor, settings, model.data)
 
 
 def until_converged(settings: InferenceConfig, depth: int | None) -> dict[str, int | None]:
-    """Return depth settings for single predictions: exactly `depth` steps, or until the answer converges."""
+    """Return depth settings for single predictions: exactly `depth` steps, or until the answer converges.
+
+    Exactly means that no rule of the recipe stops earlier; an option of the command may.
+    """
     if depth is not None:
-        return {"depth": depth, "converged_after": None}
+        return {"depth": depth, "converged_after": None, "halt": False}
     return {"depth": 4 * settings.depth, "converged_after": settings.converged_after or 2}
 
 
@@ -133,6 +165,8 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
     try:
         split = open_split(path, "test")
     except DataError as error:
+        if path.is_dir():  # the error has a hint of its own
+            raise
         raise DataError(
             str(error), hint="Run this where the run was trained, or name a dataset with --data."
         ) from error
@@ -142,8 +176,9 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
 
 
 def _sizes(spec: DataSpec) -> str:
+    classes = f" ({', '.join(spec.class_names)})" if spec.class_names else ""
     return (
-        f"{spec.max_len} positions, {spec.vocab_size} tokens, {spec.num_outputs} outputs and "
+        f"{spec.max_len} positions, {spec.vocab_size} tokens, {spec.num_outputs} outputs{classes} and "
         f"{spec.num_puzzle_identifiers} puzzle identifiers"
     )
 
@@ -163,16 +198,18 @@ def question_of_test_set(split: Split, number: int) -> Question:
 def describe(task: Interactive, prediction: Prediction, *, steps: bool, color: bool, width: int) -> str:
     """Render the answer for a person to read; with `steps`, every answer on the way to it."""
     answers = list(prediction.answers)
-    pictures = [task.show(prediction.question, answers[-1], None, color)]
+    shown = [task.show(prediction.question, answers[-1], None, color)]
+    pictures = shown
     if steps:
-        pairs = zip([None, *answers], answers, strict=False)
+        pairs = list(zip([None, *answers], answers, strict=False))
+        shown = [task.show(prediction.question, after, before, color) for before, after in pairs]
         pictures = [
-            f"step {i}{_what_changed(before, after)}\n" + task.show(prediction.question, after, before, color)
-            for i, (before, after) in enumerate(pairs, start=1)
+            f"step {i}{_what_changed(*pair)}\n{picture}"
+            for i, (pair, picture) in enumerate(zip(pairs, shown, strict=True), start=1)
         ]
     verdict = task.verified if prediction.problem is None else f"not solved: {prediction.problem}"
-    summary = f"{verdict} (after {len(answers)} steps)"
-    legend = task.legend(steps, color)
+    summary = f"{verdict} (after {counted(len(answers), 'step')})"
+    legend = task.legend("\n".join(shown), steps, color)
     return f"{_side_by_side(pictures, width)}\n\n{summary}" + (f"\n{legend}" if legend else "")
 
 

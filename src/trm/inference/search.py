@@ -12,7 +12,9 @@ The answer to a row does not depend on the other rows of its batch, except for r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,8 @@ from trm.backends.base import Predictor
 from trm.batch import Batch
 from trm.config import InferenceConfig
 from trm.tasks.base import AnswerBatch, DataSpec
+
+AfterStep: TypeAlias = Callable[[int, int], None]  # the attempt, 0 is the first, and its step, from 1
 
 _NEGLIGIBLE = 1e-9  # a weight below comes from rounding, or from a prediction that is certainly wrong
 
@@ -67,8 +71,16 @@ class Search:
                 f"this dataset has {self.data.vocab_size} input tokens and {self.data.num_outputs} outputs"
             )
 
-    def answer(self, batch: Batch, *, probabilities: bool = False) -> Answers:
-        answers, stopped = self._attempt(_Attempt.first(batch, self.settings), probabilities)
+    def answer(
+        self,
+        batch: Batch,
+        *,
+        probabilities: bool = False,
+        after_step: AfterStep = lambda attempt, step: None,
+    ) -> Answers:
+        """Answer a batch. `after_step` is called after every step of every attempt, and may raise to stop."""
+        first = _Attempt.first(batch, self.settings)
+        answers, stopped = self._attempt(first, probabilities, after_step)
         unconfident = answers.halt_logits[-1] < 0
         if self.settings.converged_after or self.settings.halt:
             unconfident |= ~stopped
@@ -77,11 +89,13 @@ class Search:
             kept = (answers.tokens[-1] == batch.inputs)[rows]
             for number in range(1, self.settings.retries + 1):
                 retry = _Attempt.retry(batch[rows], self.settings, number, kept)
-                others, _ = self._attempt(retry, probabilities)
+                others, _ = self._attempt(retry, probabilities, after_step)
                 answers.replace_where_better(rows, others)
         return answers
 
-    def _attempt(self, attempt: _Attempt, probabilities: bool) -> tuple[Answers, BoolArray]:
+    def _attempt(
+        self, attempt: _Attempt, probabilities: bool, after_step: AfterStep
+    ) -> tuple[Answers, BoolArray]:
         """Return the answers, and which rows stopped by themselves."""
         depth = self.settings.depth
         batch = attempt.batch
@@ -112,6 +126,7 @@ class Search:
             confident = attempt.keeps_givens(active, output.tokens) & (output.halt_logits >= 0)
             done = attempt.finished(active, confident, output.probabilities if guesses_now else None)
             active = active[~done]
+            after_step(attempt.number, step + 1)
             if not len(active):
                 answers.tokens[step + 1 :] = answers.tokens[step]
                 answers.halt_logits[step + 1 :] = answers.halt_logits[step]

@@ -9,10 +9,12 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from macbook_optimization.durable_files import replace_file
 from macbook_optimization.errors import DataError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.units import GIB, MIB
+from macbook_optimization.output_files import OutputFile
+from macbook_optimization.units import GIB, MIB, counted
 from trm.machine.benchmark_comparison import RULE, Comparison, rates_per_repeat
 from trm.machine.benchmark_records import Report, Results
 from trm.machine.text import NOT_REPORTED, load_warning, significant
@@ -115,7 +117,7 @@ def _column(results: Results) -> list[str]:
     of = spreads(results)
     return [
         f"{work.hidden_size} wide, {work.seq_len} long",
-        f"{work.micro_batch_size} on {work.threads} threads",
+        f"{work.micro_batch_size} on {counted(work.threads, 'thread')}",
         _cell(of["samples_per_second"], digits=3),
         _cell(of["share_of_product_peak"], 100),
         _cell(of["product_rate"], 1e-9),
@@ -137,33 +139,21 @@ def _cell(spread: Spread | None, factor: float = 1.0, digits: int = 1) -> str:
     return middle if spread.least == spread.greatest else f"{middle} ({least} to {greatest})"
 
 
-def check_writable(file: Path) -> None:
-    """Raise `DataError` if a report cannot be written there, before time is spent on measuring."""
-    if file.is_dir() or not file.parent.is_dir():
-        reason = "it is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-        raise DataError(f"{file} cannot be written: {reason}", hint="Give --out another file.")
-
-
-def write_report(report: Report, file: Path) -> None:
-    try:
-        replace_file(file, (report.model_dump_json(indent=2) + "\n").encode())
-    except OSError as error:
-        raise DataError(
-            f"{file} cannot be written: {error.strerror}", hint="Give --out another file."
-        ) from error
+def write_report(report: Report, file: OutputFile) -> None:
+    file.write((report.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_report(file: Path) -> Report:
     """Read a report of this or an earlier version."""
     hint = "Give a file that trm bench --out has written."
     try:
-        with file.open("rb") as opened:
-            content = opened.read(_MAX_FILE_BYTES)
-        return Report.model_validate_json(content)
+        return Report.model_validate(read_json(file, _MAX_FILE_BYTES))
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}", hint=hint) from error
+        raise DataError(f"{file} cannot be read: {reason_of(error)}", hint_for(error, hint)) from error
     except ValidationError as error:
         raise DataError(f"{file} is not a report of trm bench: {_first_problem(error)}", hint=hint) from error
+    except ValueError as error:
+        raise DataError(f"{file} is not a report of trm bench: {error}", hint=hint) from error
 
 
 def read_baseline(file: Path, names: Sequence[str]) -> Report:

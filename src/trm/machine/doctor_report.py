@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from macbook_optimization.cpu_optimization import PRECISIONS, Setting, Speeds, choose_precision
 from macbook_optimization.hardware_detection import CPUSpecs, MemorySpecs, PowerSpecs
 from macbook_optimization.resource_monitoring import ThermalState
-from macbook_optimization.units import GIB, KIB, MIB
+from macbook_optimization.units import GIB, KIB, MIB, counted
 from trm.machine.doctor import DEFAULT_RECIPE, Examination, PlatformFacts
 from trm.machine.text import NOT_REPORTED, significant
 
@@ -53,7 +53,7 @@ def _cpu_lines(cpu: CPUSpecs) -> list[str]:
     supported = [name for name in _INSTRUCTION_SETS if name in cpu.features]
     return [
         f"CPU        {_known(cpu.brand)}, {cpu.architecture}",
-        f"cores      {cpu.cores} ({cpu.threads} threads{kinds}){quota}",
+        f"cores      {cpu.cores} ({counted(cpu.threads, 'thread')}{kinds}){quota}",
         f"clock      {_clock(cpu)}",
         f"caches     L1 {_size(cpu.l1d_cache)}, L2 {_size(cpu.l2_cache)}, L3 {_size(cpu.l3_cache)}",
         f"features   {' '.join(supported) or NOT_REPORTED}",
@@ -115,12 +115,9 @@ def _rates(rates: Mapping[int, float]) -> str:
     if not rates:
         return "crashes on this CPU"
     return ", ".join(
-        f"{significant(rate / 1e9)} GFLOP/s with {_threads(count)}" for count, rate in sorted(rates.items())
+        f"{significant(rate / 1e9)} GFLOP/s with {counted(count, 'thread')}"
+        for count, rate in sorted(rates.items())
     )
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _profile_lines(found: Examination) -> list[str]:

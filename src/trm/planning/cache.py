@@ -8,18 +8,20 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from macbook_optimization.hardware_detection import HardwareSpecs
+from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MIB
 from trm.backends.base import Program
 from trm.planning.measurements import Measurements
 
 _SCHEMA = 2  # of what is stored
+_MAX_BYTES = MIB  # of one file; measurements take a few KiB
 
 
 def cache_directory() -> Path:
@@ -41,7 +43,9 @@ def cache_key(program: Program, hardware: HardwareSpecs, **how: Any) -> str:
     facts = {
         "schema": _SCHEMA,
         "model": program.model.model_dump(mode="json"),
-        "training": program.training.model_dump(mode="json", exclude={"learning_rate", "max_steps"}),
+        "training": program.training.model_dump(
+            mode="json", exclude={"learning_rate", "max_steps", "extensions"}
+        ),
         "data": asdict(program.data),
         "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, hardware.memory.total_memory],
         "versions": [*versions().values(), version("macbook-trm"), sys.version],
@@ -57,7 +61,7 @@ def mapped_mib(dataset: Path) -> int:
 
 def read_cached(file: Path) -> JsonObject | None:
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = read_json(file, _MAX_BYTES)
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) else None
@@ -69,6 +73,13 @@ def read_measurements(file: Path) -> Measurements | None:
         return None if facts is None else Measurements.from_json(facts)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def keep_measurements(file: Path, measured: Measurements) -> None:
+    """Store measurements, and whether they replace disturbed ones."""
+    earlier = read_measurements(file)
+    is_repeated = earlier is not None and earlier.is_disturbed
+    write_cached(file, replace(measured, is_repeated=is_repeated).to_json())
 
 
 def write_cached(file: Path, facts: JsonMapping) -> None:

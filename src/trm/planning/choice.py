@@ -43,6 +43,7 @@ def make_plan(
         predicted_peak_bytes=memory.peak_bytes(size),
         memory=memory,
         samples_per_second=_throughput(measured, size, parallelism),
+        other_cpu_percent=measured.other_cpu_percent,
         reasons={
             "micro_batch_size": why_size,
             "threads": why_threads,
@@ -65,9 +66,10 @@ def _savings_reasons(config: RunConfig, execution: Execution) -> dict[str, str]:
 def largest_fitting(measured: Measurements, budget: Budget, num_slots: int) -> int:
     """Return how many examples at a time fit the budget and, where it is limited, the address space."""
     largest = measured.sizes[-1]
+    memory = memory_model(measured.sizes)
     if len(measured.sizes) == 1 and num_slots > 1:  # and more did not fit
-        return largest.micro_batch_size if largest.peak_bytes <= budget.resident_bytes else 0
-    most = memory_model(measured.sizes).largest_batch(budget.resident_bytes * (1 - MARGIN))
+        return largest.micro_batch_size if memory.needed_bytes() <= budget.resident_bytes else 0
+    most = memory.largest_batch(budget.resident_bytes * (1 - MARGIN))
     addresses = address_space_model(measured.sizes)
     if budget.address_space_bytes is not None and addresses is not None:
         # What was measured under this very limit needs no margin.

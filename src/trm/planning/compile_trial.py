@@ -112,7 +112,7 @@ class CompileTrial:
             return True
         if plan.samples_per_second is None or plan.predicted_peak_bytes is None or not plan.budget_bytes:
             return False
-        samples = self.config.training.effective_batch_size * self.config.training.max_steps
+        samples = self.config.training.effective_batch_size * self.config.training.last_step
         is_long = samples / plan.samples_per_second >= LONG_RUN_SECONDS
         return is_long and 2 * plan.predicted_peak_bytes <= plan.budget_bytes  # the child takes as much again
 

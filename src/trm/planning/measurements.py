@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MIB, MemoryModel, line_through
+from macbook_optimization.resource_monitoring import BUSY_PERCENT
 
 TRAINER_BYTES = 10 * MIB  # display, log and checkpoints, measured by bench/memory_prediction.py
 
@@ -32,12 +33,26 @@ class Measurements:
     sizes: tuple[SizeResult, ...]  # through which the memory model is fitted
     by_size: dict[int, list[float]]  # samples per second, one reading per round
     by_parallelism: dict[Parallelism, float] = field(default_factory=dict)  # empty if there was no choice
+    other_cpu_percent: float | None = None  # used by other programs meanwhile; None if not recorded
+    is_repeated: bool = False  # other programs had disturbed the measurements before these
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs made the throughput unreliable. Memory does not depend on them."""
+        return self.other_cpu_percent is not None and self.other_cpu_percent > BUSY_PERCENT
+
+    @property
+    def is_worth_repeating(self) -> bool:
+        """Whether the next start should measure again: once only, as some machines are always busy."""
+        return self.is_disturbed and not self.is_repeated
 
     def to_json(self) -> JsonObject:
         return {
             "sizes": [asdict(size) for size in self.sizes],
             "by_size": self.by_size,
             "by_parallelism": [(*key, rate) for key, rate in self.by_parallelism.items()],
+            "other_cpu_percent": self.other_cpu_percent,
+            "is_repeated": self.is_repeated,
         }
 
     @classmethod
@@ -49,6 +64,8 @@ class Measurements:
             sizes,
             {int(size): [float(rate) for rate in readings] for size, readings in rates.items()},
             {Parallelism(*pair): float(rate) for *pair, rate in facts.get("by_parallelism", ())},
+            facts.get("other_cpu_percent"),
+            bool(facts.get("is_repeated")),
         )
 
     @property

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
-from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, RunError
+from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.resource_monitoring import BUSY_PERCENT, other_cpu_percent
 from trm.backends.base import Program
 from trm.config import RunConfig
 from trm.display import Display
 from trm.plan import Execution
-from trm.planning.cache import cache_directory, cache_key, mapped_mib, read_measurements, write_cached
+from trm.planning.cache import cache_directory, cache_key, keep_measurements, mapped_mib, read_measurements
 from trm.planning.measurements import Measurements
 from trm.planning.settings import budget_of, parallelism_choices
 from trm.tasks.base import DataSpec
@@ -31,18 +31,36 @@ class Measurer:
     hardware: HardwareSpecs
     display: Display
     known: dict[str, Measurements | None]  # measured by this process
+    subject: str = ""  # which of several recipes this is
 
     def measure(self, execution: Execution) -> Measurements | None:
         """Return what a step takes, or None if no size survived."""
         key = self._key(execution)
         if key not in self.known:
-            self.known[key] = read_measurements(self.probe_file(execution)) or self._probe(execution)
+            earlier = read_measurements(self.probe_file(execution))
+            if earlier is not None and earlier.is_worth_repeating:
+                self.display.message(f"Measuring once more: {_disturbed(earlier)}.")
+                earlier = None
+            self.known[key] = earlier or self._probe(execution)
         return self.known[key]
 
+    def has_measured(self, execution: Execution) -> bool:
+        """Whether a probe is cached that need not be repeated."""
+        measured = read_measurements(self.probe_file(execution))
+        return measured is not None and not measured.is_worth_repeating
+
+    def measured_in_warmup(self, execution: Execution) -> Measurements | None:
+        """Return what the first steps of an earlier run measured, unless they are worth repeating."""
+        measured = read_measurements(self.warmup_file(execution))
+        if measured is not None and measured.is_worth_repeating:
+            self.display.message(f"Tuning once more: {_disturbed(measured)}.")
+            return None
+        return measured
+
     def _probe(self, execution: Execution) -> Measurements | None:
-        busy = other_cpu_percent() > BUSY_PERCENT
-        later = " Other programs are busy, so it will be measured again at the next start." if busy else ""
-        self.display.message(f"Measuring what a step takes on this machine.{later}")
+        details = "; ".join(filter(None, (self.subject, *_savings(execution))))
+        which = f" ({details})" if details else ""
+        self.display.message(f"Measuring what a step takes on this machine{which}.")
         rows: list[JsonObject] = []
         found: JsonObject = {}
         try:
@@ -50,15 +68,20 @@ class Measurer:
         except (MemoryBudgetError, AllocationFailed):
             pass  # what was reported before is still valid
         except ChildDied as death:
-            if not (death.may_be_out_of_memory or death.signal == signal.SIGILL):
+            if death.timed_out and not rows:
+                raise ConfigError(
+                    f"One example takes more than {PROBE_SECONDS / 60:.0f} minutes on this machine",
+                    hint="Lower model.hidden_size, model.H_cycles, model.L_cycles or training.depths.",
+                ) from death
+            if not (death.timed_out or death.may_be_out_of_memory or death.signal == signal.SIGILL):
                 raise RunError(f"The probe of a step {death}.", hint="This is a bug.") from death
         if not rows:
             return None
         measured = Measurements.from_json({**found, "sizes": rows})
         # A limited address space hides the sizes beyond it.
         unlimited = budget_of(self.config, self.hardware).address_space_bytes is None
-        if found.get("complete") and unlimited and not busy:
-            write_cached(self.probe_file(execution), measured.to_json())
+        if found.get("complete") and unlimited:
+            keep_measurements(self.probe_file(execution), measured)
         return measured
 
     def _run_probe(self, execution: Execution, rows: list[JsonObject]) -> JsonObject:
@@ -93,3 +116,21 @@ class Measurer:
             choices=parallelism_choices(self.config, self.hardware),
             mapped_mib=mapped_mib(self.config.data.path),
         )
+
+
+def _disturbed(measured: Measurements) -> str:
+    return (
+        "the earlier measurement was made while other programs used "
+        f"{measured.other_cpu_percent:.0f} % of the CPU"
+    )
+
+
+def _savings(execution: Execution) -> Iterator[str]:
+    """Describe what differs from the usual execution."""
+    if execution.precision != "float32":
+        yield f"in {execution.precision}"
+    if execution.gradient_checkpointing != "none":
+        layers = "every layer" if execution.gradient_checkpointing == "all" else "every other layer"
+        yield f"{layers} recomputed in the backward pass"
+    if execution.allocator != "system":
+        yield f"{execution.allocator} allocator"

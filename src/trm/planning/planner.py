@@ -15,21 +15,28 @@ from typing import Self
 
 from macbook_optimization.cpu_optimization import BFLOAT16_GAIN, choose_precision
 from macbook_optimization.hardware_detection import HardwareSpecs
-from macbook_optimization.memory_management import Budget
+from macbook_optimization.memory_management import MIB, Budget
 from macbook_optimization.training_config_adapter import Checkpointing
+from trm.backends.bounds import least_bytes, smallest_program
 from trm.backends.sizes import flops_per_sample
 from trm.config import RunConfig
 from trm.display import Display
 from trm.plan import Execution, Plan
-from trm.planning.cache import read_measurements, write_cached
+from trm.planning.cache import keep_measurements
 from trm.planning.choice import BY_HAND, largest_fitting, make_plan
-from trm.planning.measurements import Measurements, Parallelism, memory_model
+from trm.planning.estimates import Estimates, estimate_recipe
+from trm.planning.measurements import Measurements, Parallelism
 from trm.planning.measurer import Measurer
 from trm.planning.settings import budget_of, corrected_settings, parallelism_choices
 from trm.schedule import typical_cycles
 from trm.tasks.base import DataSpec
 
 SHORT_STEP_FLOPS = 1e12  # some ten seconds of an old laptop
+PROCESS_BYTES = 200 * MIB  # of a trainer that has loaded PyTorch and computed nothing; 230 MiB were measured
+# A recipe is not estimated first if the budget is this many times the least that any plan needs. What one
+# example really needed was at most 1.6 times as much in nine recipes (docs/lab/memory.md).
+ROOMY = 4
+ALLOCATOR_GAIN = 1.1  # a compact allocator saves 4 % (docs/lab/training-step.md)
 RECIPE_PRECISION = "as the recipe says; plan.precision=auto lets a measurement choose"
 
 
@@ -41,7 +48,9 @@ class Planner:
     data: DataSpec
     hardware: HardwareSpecs
     display: Display
+    subject: str = ""  # which recipe this is, where several are measured one after the other
     known: dict[str, Measurements | None] = field(default_factory=dict)  # measured by this process
+    estimated: dict[str, Estimates] = field(default_factory=dict)  # likewise
 
     def choose(self) -> Plan | None:
         """Return a measured plan, or None if the recipe does not fit into the budget in any configuration."""
@@ -55,9 +64,9 @@ class Planner:
         It is cached from an earlier warm-up, or provisional: the first steps of the run will tune it.
         """
         planner, warnings = self.corrected()
-        if not planner._may_tune_during_warmup() or planner.measurer.probe_file(planner.execution()).exists():
+        if not planner._may_tune_during_warmup() or planner.measurer.has_measured(planner.execution()):
             return None
-        measured = read_measurements(planner.warmup_file())
+        measured = planner.measurer.measured_in_warmup(planner.execution())
         plan = planner._provisional() if measured is None else planner.tuned(measured, cache=False)
         return replace(plan, warnings=warnings) if plan is not None else None
 
@@ -73,7 +82,7 @@ class Planner:
             plan.allocator in (None, "system"),
             self.budget.address_space_bytes is None,
         )
-        flops = flops_per_sample(self.config.model, self.data, typical_cycles(self.config))
+        flops = flops_per_sample(self.config.model, self.data, typical_cycles(self.config.model, training))
         return (
             not (fixed or training.deterministic)
             and all(usual)
@@ -94,7 +103,7 @@ class Planner:
     def tuned(self, measured: Measurements, *, cache: bool) -> Plan | None:
         """Return the plan that follows from a warm-up; None if it no longer fits and needs a probe."""
         if cache:
-            write_cached(self.warmup_file(), measured.to_json())
+            keep_measurements(self.warmup_file(), measured)
         if self._most(measured) < 1:
             return None
         plan = make_plan(self.config, self.budget, measured, self.execution(), self.choices())
@@ -115,7 +124,7 @@ class Planner:
 
     @property
     def measurer(self) -> Measurer:
-        return Measurer(self.config, self.data, self.hardware, self.display, self.known)
+        return Measurer(self.config, self.data, self.hardware, self.display, self.known, self.subject)
 
     def warmup_file(self) -> Path:
         return self.measurer.warmup_file(self.execution())
@@ -161,19 +170,38 @@ class Planner:
         )
 
     def _by_measurement(self) -> Plan | None:
-        for number, (checkpointing, allocator) in enumerate(self._memory_savings()):
-            if number:
-                how = f"gradient checkpointing of {checkpointing} layers, {allocator} allocator"
-                self.display.message(f"Too large; trying {how}.")
+        for checkpointing, allocator in self._memory_savings():
+            if self._is_clearly_too_large(checkpointing, allocator):
+                continue
             precision, why = self._precision(checkpointing, allocator)
             execution = self.execution(precision, checkpointing, allocator)
             measured = self.measurer.measure(execution)
             if measured is not None and self._most(measured) >= 1:
                 plan = make_plan(self.config, self.budget, measured, execution, self.choices())
                 return replace(plan, reasons={**plan.reasons, "precision": why})
-            if measured is not None and self._state_is_too_large(measured):
+            if measured is not None and self._no_saving_suffices(measured, checkpointing):
                 return None
         return None
+
+    def estimates(self) -> Estimates:
+        """Estimate what the recipe needs at its smallest, once."""
+        key = self.config.model_dump_json()
+        if key not in self.estimated:
+            levels = list(dict.fromkeys(level for level, _ in self._memory_savings()))
+            self.estimated[key] = estimate_recipe(
+                self.config, self.data, self.budget, self.execution(), levels
+            )
+        return self.estimated[key]
+
+    def _is_clearly_too_large(self, checkpointing: Checkpointing, allocator: str) -> bool:
+        """Whether a measurement is not worth its time."""
+        execution = self.execution(checkpointing=checkpointing, allocator=allocator)
+        if self.measurer.probe_file(execution).exists():
+            return False
+        least = PROCESS_BYTES + least_bytes(smallest_program(self.config, self.data))
+        if ROOMY * least < self.budget.resident_bytes and self.budget.address_space_bytes is None:
+            return False
+        return self.estimates().by_checkpointing[checkpointing].is_clearly_too_large
 
     def _memory_savings(self) -> Iterator[tuple[Checkpointing, str]]:
         """List configurations from the fastest to the smallest, within what the user has fixed."""
@@ -184,10 +212,11 @@ class Planner:
         if settings.allocator is None and sys.platform == "linux":
             yield layers[-1], "compact"
 
-    def _state_is_too_large(self, measured: Measurements) -> bool:
-        """Whether it is not the examples that do not fit, so that recomputing layers cannot help."""
-        fixed = memory_model(measured.sizes).fixed_bytes
-        return len(measured.sizes) > 1 and fixed > self.budget.resident_bytes
+    def _no_saving_suffices(self, measured: Measurements, checkpointing: Checkpointing) -> bool:
+        """Whether one example would not fit even with all that gradient checkpointing should save."""
+        estimates = self.estimates()
+        saved = (estimates.by_checkpointing[checkpointing].mib - estimates.least.mib) * MIB
+        return measured.sizes[0].peak_bytes - saved > ALLOCATOR_GAIN * self.budget.resident_bytes
 
     def _most(self, measured: Measurements) -> int:
         return largest_fitting(measured, self.budget, self.config.training.effective_batch_size)

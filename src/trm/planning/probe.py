@@ -21,7 +21,9 @@ from macbook_optimization.children import Send
 from macbook_optimization.errors import AllocationFailed, MemoryBudgetError
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MemoryMonitor, peak_address_space
+from macbook_optimization.resource_monitoring import CpuLoad
 from trm.backends.base import Program, SingleProcess, StepSettings, load_backend
+from trm.batch import Batch
 from trm.config import RunConfig
 from trm.feed import Feed
 from trm.plan import EVALUATION_FACTOR, Execution
@@ -29,7 +31,6 @@ from trm.planning.measurements import Measurements, Parallelism, SizeResult
 from trm.planning.tuning import Trial, search
 from trm.schedule import typical_cycles
 from trm.slots import Slots
-from trm.tasks.base import DataSpec, GridLayout
 from trm.tasks.dataset import open_split
 from trm.tasks.registry import load_task
 
@@ -59,13 +60,18 @@ def probe(
     stepper = Stepper(recipe, replace(Execution(**execution), **max(pairs)._asdict()))
     MemoryMonitor().start_monitoring()  # a thread takes address space; the trainer has this one too
     _limit_address_space(available_bytes)
+    load = CpuLoad()
     stepper.begin()
     rule = ProbeSizes(recipe.training.effective_batch_size, stepper.peak_bytes(), budget_bytes)
-    measured = _Driver(stepper, send).run(pairs, rule)
+    measured = _Driver(stepper, rule, send).run(pairs)
     if not measured.sizes:
         raise MemoryBudgetError("Not even one example fits.")
     unlimited = replace(rule, budget_bytes=sys.maxsize)
-    return {**measured.to_json(), "complete": unlimited(measured.sizes) is None}
+    return {
+        **measured.to_json(),
+        "complete": unlimited(measured.sizes) is None,
+        "other_cpu_percent": load.read().other_percent,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,14 @@ class ProbeSizes:
         if not sizes:
             return 1
         last = sizes[-1]
+        if self.exceeded_by(last):
+            return None
         following = self._following(sizes, last)
         return following if following > last.micro_batch_size else None
+
+    def exceeded_by(self, size: SizeResult) -> bool:
+        """Whether this one example is too much already, so that nothing else is worth measuring."""
+        return size.micro_batch_size == 1 and size.peak_bytes > self.budget_bytes
 
     def _following(self, sizes: Sequence[SizeResult], last: SizeResult) -> int:
         size = last.micro_batch_size
@@ -102,13 +114,15 @@ class ProbeSizes:
 class _Driver:
     """Runs the search with a stepper, within limits of time."""
 
-    def __init__(self, stepper: Stepper, send: Send) -> None:
+    def __init__(self, stepper: Stepper, rule: ProbeSizes, send: Send) -> None:
         self.stepper = stepper
+        self.rule = rule
         self.send = send
+        self.is_too_large = False
         self.phase_began: dict[str, float] = {}
 
-    def run(self, choices: Sequence[Parallelism], rule: ProbeSizes) -> Measurements:
-        trials = search(choices, rule)
+    def run(self, choices: Sequence[Parallelism]) -> Measurements:
+        trials = search(choices, self.rule)
         try:
             trial = next(trials)
             while True:
@@ -120,12 +134,13 @@ class _Driver:
     def _measure(self, trial: Trial) -> SizeResult | None:
         began = self.phase_began.setdefault(trial.phase, time.monotonic())
         limits = {"confirm": CONFIRM_SECONDS, "parallelism": PARALLELISM_SECONDS}
-        if time.monotonic() - began > limits.get(trial.phase, float("inf")):
+        if self.is_too_large or time.monotonic() - began > limits.get(trial.phase, float("inf")):
             return None
         try:
             if trial.phase == "sizes":
                 result = self.stepper.measure(trial.micro_batch_size)
                 self.send(asdict(result))
+                self.is_too_large = self.rule.exceeded_by(result)
                 return result
             self.stepper.use(trial.parallelism)
             rate = self.stepper.best_rate(trial.micro_batch_size)
@@ -167,9 +182,7 @@ class Stepper:
         num_slots = program.num_slots
         self.learner = self.backend.learner(program, self.execution, SingleProcess(num_slots))
         batch = Feed(config, task, self.train).batch(Slots.new(num_slots).refilled(), step=1)
-        if batch.lengths is not None:  # measure the longest rows that there can be
-            batch = replace(batch, lengths=np.full(len(batch), batch.inputs.shape[1]))
-        self.batch = batch
+        self.batch = _as_long_as_possible(batch)
 
     def use(self, parallelism: Parallelism) -> None:
         self.execution = replace(self.execution, **parallelism._asdict())
@@ -182,7 +195,8 @@ class Stepper:
     def seconds_per_slot(self, size: int, micro_batches: int = 1) -> float:
         """Take one step of this many micro-batches."""
         self.step += 1
-        settings = StepSettings(self.step, typical_cycles(self.config), 1e-6, 1e-6)
+        cycles = typical_cycles(self.config.model, self.config.training)
+        settings = StepSettings(self.step, cycles, 1e-6, 1e-6)
         batch = self.batch[: size * micro_batches]
         started = time.perf_counter()
         self.learner.step(batch, settings, lambda done: size)
@@ -211,37 +225,15 @@ class Stepper:
 
     def _evaluate(self, count: int) -> None:
         """Take two inference steps: during the second, the latents of the first are still there."""
-        batch = self.test.batch(np.arange(count) % len(self.test)).trimmed()
+        batch = _as_long_as_possible(self.test.batch(np.arange(count) % len(self.test)))
         predictor = self.learner.predictor()
         predictor.begin(batch)
         for _ in range(2):
             predictor.advance(np.arange(count), batch.inputs)
 
 
-def estimate(
-    recipes: Sequence[JsonMapping], data: JsonMapping, execution: JsonMapping, send: Send
-) -> list[JsonObject]:
-    """Return the memory that a process of each recipe should need, without allocating it.
-
-    The empty process is measured. What the recipes keep is reported first: the rest takes some memory itself,
-    which may not be there.
-    """
-    how = Execution(**execution)
-    backend = load_backend(how)
-    MemoryMonitor().start_monitoring()
-    backend.warm_up()
-    send({"process": backend.peak_bytes(), "address_space": peak_address_space()})
-    spec = spec_from_json(data)
-    programs = [Program.of(RunConfig.model_validate(tree), spec) for tree in recipes]
-    send({"state": [backend.state_bytes(program) for program in programs]})
-    return [asdict(backend.estimate(program, how)) for program in programs]
-
-
-def spec_from_json(facts: JsonMapping) -> DataSpec:
-    """Rebuild what `asdict` made of a spec."""
-    layout = facts.get("layout")
-    grid = None
-    if layout is not None:
-        box = layout["box"]
-        grid = GridLayout(layout["rows"], layout["columns"], tuple(box) if box else None)
-    return DataSpec(**{**facts, "layout": grid, "class_names": tuple(facts.get("class_names", ()))})
+def _as_long_as_possible(batch: Batch) -> Batch:
+    """Return rows of the full width: training and evaluation compute the longest ones together."""
+    if batch.lengths is None:
+        return batch
+    return replace(batch, lengths=np.full(len(batch), batch.inputs.shape[1]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.memory_management import MARGIN, MemoryManager, peak_address_space, peak_bytes
-from macbook_optimization.resource_monitoring import BUSY_PERCENT, CpuLoad
+from macbook_optimization.resource_monitoring import CpuLoad
 from trm.plan import Plan
 from trm.planning.measurements import Measurements, Parallelism, SizeResult, memory_model
 from trm.planning.planner import Planner
@@ -111,10 +111,10 @@ class WarmUp:
         return None
 
     def _finished(self, measured: Measurements) -> Plan:
-        """Cache what was measured, unless other programs disturbed it or memory ended it."""
+        """Cache what was measured, unless memory ended it."""
         complete = replace(self.sizes, budget_bytes=sys.maxsize)(measured.sizes) is None
-        quiet = self.load.read().other_percent <= BUSY_PERCENT
-        plan = self.planner.tuned(measured, cache=self.cache and complete and quiet)
+        measured = replace(measured, other_cpu_percent=self.load.read().other_percent)
+        plan = self.planner.tuned(measured, cache=self.cache and complete)
         if plan is None:
             raise AllocationFailed(torn=False)
         return plan
@@ -123,5 +123,5 @@ class WarmUp:
         """Return the throughput of a step with the usual number of recursions, whatever this one had."""
         config = self.config
         cycles = cycles_of_step(step, config.model, config.training, config.seed)
-        share = (cycles + BACKWARD_CYCLES) / (typical_cycles(config) + BACKWARD_CYCLES)
+        share = (cycles + BACKWARD_CYCLES) / (typical_cycles(config.model, config.training) + BACKWARD_CYCLES)
         return share * config.training.effective_batch_size / seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,9 +17,12 @@ from pathlib import Path
 import psutil
 
 from macbook_optimization.checkpoint_management import CheckpointManager
-from macbook_optimization.durable_files import exclusive_lock, make_directory, replace_file
+from macbook_optimization.durable_files import exclusive_lock, make_directory, new_directory, replace_file
 from macbook_optimization.errors import RunError
+from macbook_optimization.file_errors import SHORTAGES, dangling_link, hint_for, reason_of
+from macbook_optimization.input_files import open_descriptor, read_input, read_json
 from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.units import MIB
 from trm.config import RunConfig, config_from_text, differences
 from trm.plan import Plan
 from trm.runs.events import Event
@@ -28,7 +31,9 @@ from trm.runs.rows import Row
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-_WRITABLE = "Free some disk space, or make the directory writable."
+_MAX_BYTES = MIB  # of a recipe or a plan
+_OTHER_RUN = "Use another --run directory."
+_LENGTH_KEYS = ("training.max_steps ", "training.extensions.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +44,25 @@ class Run:
     def config(self) -> RunConfig:
         recipe = self.path / "recipe.yaml"
         try:
-            return config_from_text(recipe.read_text(encoding="utf-8"), str(recipe))
+            text = read_input(recipe, _MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", error)
-            raise RunError(
-                f"{self.path} is not a run: {recipe.name} cannot be read ({reason})",
-                hint="`trm runs` lists the existing runs.",
-            ) from error
+            raise self._not_a_run(error) from error
+        return config_from_text(text, str(recipe))
+
+    def _not_a_run(self, error: OSError | UnicodeDecodeError) -> RunError:
+        reason = getattr(error, "strerror", error)
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return _failure(f"read {self.path / 'recipe.yaml'}", error)
+        return RunError(
+            f"{self.path} is not a run: recipe.yaml cannot be read ({reason})",
+            hint="`trm runs` lists the existing runs.",
+        )
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last start, if it can be read."""
         try:
-            return Plan.from_json(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
+            return Plan.from_json(read_json(self.path / "plan.json", _MAX_BYTES))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -62,43 +73,79 @@ class Run:
         try:
             replace_file(self.path / name, text.encode())
         except OSError as error:
-            raise RunError(f"Cannot write {self.path / name}: {error.strerror}", _WRITABLE) from error
+            raise _failure(f"write {self.path / name}", error) from error
 
     def append(self, name: str, row: JsonMapping) -> None:
         try:
-            with (self.path / name).open("ab+") as file:
+            with open(self.path / name, "ab+", opener=_open_to_append) as file:
                 torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
                 file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
         except OSError as error:
-            raise RunError(f"Cannot write {self.path / name}: {error.strerror}", _WRITABLE) from error
+            raise _failure(f"write {self.path / name}", error) from error
 
     def record(self, event: Event) -> None:
         self.append(EVENTS, event.to_row())
 
     def rows(self, name: str = METRICS) -> list[Row]:
-        return read_rows(self.path / name)
+        with self._read(name):
+            return read_rows(self.path / name)
 
-    def last_row(self, name: str = METRICS) -> Row | None:
-        """Return the last complete row without reading the whole file."""
-        return read_last_row(self.path / name)
+    def last_row(self, name: str = METRICS, accept: Callable[[Row], bool] = lambda row: True) -> Row | None:
+        """Return the last complete row that `accept` returns true for, without reading the whole file."""
+        with self._read(name):
+            return read_last_row(self.path / name, accept)
+
+    @contextmanager
+    def _read(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _failure(f"read {self.path / name}", error) from error
 
     def follow(self) -> Follower:
         """Return a reader of new rows and events, for any process that watches this run."""
         return Follower((self.path / METRICS, self.path / EVENTS))
 
 
+def _open_to_append(path: str, flags: int) -> int:
+    """Open a regular file or create one: a pipe in its place would block."""
+    return open_descriptor(path, flags) if os.path.lexists(path) else os.open(path, flags, 0o666)
+
+
+def _failure(what: str, error: OSError) -> RunError:
+    return RunError(f"Cannot {what}: {reason_of(error)}", hint=hint_for(error, _OTHER_RUN))
+
+
+def check_path(path: Path) -> Path:
+    """Return the absolute path of a run behind symbolic links; raise `RunError` if none can be there."""
+    if (problem := dangling_link(path)) is not None:
+        raise RunError(
+            f"{path} is {problem}",
+            hint="Create the directory that it names, remove the link, or use another --run directory.",
+        )
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, not a run directory", hint=_OTHER_RUN)
+    return Path(os.path.realpath(path))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether there is a recipe that we may see: `Path.exists` raises if we may not."""
+    return os.path.exists(path / "recipe.yaml")
+
+
 def open_run(path: Path, config: RunConfig) -> Run:
     """Return a new run, or the existing one if it learns the same. Nothing is written before `begin`."""
+    check_path(path)
     run = Run(path)
-    if (path / "recipe.yaml").exists():
-        refuse_if_different(config.what_is_learned(), run.config.what_is_learned(), path)
+    if is_run(path):
+        refuse_if_different(config.what_is_learned(), run.config.what_is_learned(), path, can_extend=True)
     elif (path / "checkpoints").is_dir():
         raise RunError(
             f"{path} has checkpoints, but its recipe.yaml is missing",
             hint="Restore it (each checkpoint's state.json contains what it learned), or use another --run.",
         )
     elif not _is_free(path):
-        raise RunError(f"{path} is not empty and not a run", hint="Use another --run directory.")
+        raise RunError(f"{path} is not empty and not a run", hint=_OTHER_RUN)
     return run
 
 
@@ -107,16 +154,25 @@ def _is_free(path: Path) -> bool:
     return not path.is_dir() or all(file.name.endswith(".partial") for file in path.iterdir())
 
 
-def refuse_if_different(ours: JsonMapping, theirs: JsonMapping, path: Path) -> None:
+def refuse_if_different(
+    ours: JsonMapping, theirs: JsonMapping, path: Path, *, can_extend: bool = False
+) -> None:
+    """Raise `RunError` with every difference. `can_extend`: `path` is a run that may get more steps."""
     different = differences(ours, theirs)
-    if different:
-        other_data = any(line.startswith(("spec.", "fingerprint.")) for line in different)
-        what = "other data" if other_data else "another recipe"
-        raise RunError(
-            f"{path} holds a run of {what}:\n  " + "\n  ".join(different),
-            hint="Use another --run directory, or --fresh to set that run aside and start a new one; "
-            "`trm checkpoint import` starts a new run from its weights.",
+    if not different:
+        return
+    other_data = any(line.startswith(("spec.", "fingerprint.")) for line in different)
+    what = "other data" if other_data else "another recipe"
+    hint = (
+        "Use another --run directory, or --fresh to set that run aside and start a new one; "
+        "`trm checkpoint import` starts a new run from its weights."
+    )
+    if can_extend and all(line.startswith(_LENGTH_KEYS) for line in different):
+        hint = (
+            f"`trm train {path}` resumes it with its own recipe; after its last step, "
+            f"`trm train {path} --more-steps N` trains it longer."
         )
+    raise RunError(f"{path} holds a run of {what}:\n  " + "\n  ".join(different), hint=hint)
 
 
 def begin(run: Run, config: RunConfig) -> None:
@@ -124,11 +180,26 @@ def begin(run: Run, config: RunConfig) -> None:
     try:
         make_directory(run.path)
     except OSError as error:
-        raise RunError(f"Cannot create the run directory {run.path}: {error.strerror}", _WRITABLE) from error
+        raise _failure(f"create the run directory {run.path}", error) from error
     recipe = run.path / "recipe.yaml"
     text = config.to_yaml()
     if not recipe.exists() or recipe.read_text(encoding="utf-8") != text:
         run.write(recipe.name, text)
+
+
+@contextmanager
+def new_run(path: Path, config: RunConfig) -> Iterator[Run]:
+    """Yield a new run that is at `path` when everything in it is written. After an error, nothing is left."""
+    try:
+        with new_directory(path) as partial:
+            run = Run(partial)
+            begin(run, config)
+            yield run
+            if path.is_dir() and _is_free(path):
+                for leftover in path.iterdir():
+                    leftover.unlink()
+    except OSError as error:
+        raise _failure(f"create the run directory {path}", error) from error
 
 
 @contextmanager
@@ -138,14 +209,14 @@ def only_trainer(path: Path) -> Iterator[int]:
     The lock file is beside the run, which may not exist yet or may be set aside. Its descriptor is inherited
     by the trainer's process, so the lock is held as long as any process writes.
     """
-    path = path.resolve()
+    path = check_path(path)
     with ExitStack() as stack:
         try:
             make_directory(path.parent)
             held = stack.enter_context(exclusive_lock(path.with_name(f".{path.name}.lock")))
         except OSError as error:
             what = f"write beside {path}" if path.exists() else f"create the run directory {path}"
-            raise RunError(f"Cannot {what}: {error.strerror}", hint=_WRITABLE) from error
+            raise _failure(what, error) from error
         if isinstance(held, str):
             raise _in_use(path, held)
         yield held
@@ -162,14 +233,21 @@ def _in_use(path: Path, holder: str) -> RunError:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an existing run to make room for a new one. Return its new path, or None if there was none."""
-    path = path.resolve()
-    if not path.exists() or (path.is_dir() and _is_free(path)):
+    """Rename an existing run to make room for a new one. Return its new path, or None if there was none.
+
+    A symbolic link stays: the run that it leads to is renamed, and the link leads to a new directory.
+    """
+    target = check_path(path)
+    if not target.exists() or _is_free(target):
         return None
-    if not (path / "recipe.yaml").exists():
-        raise RunError(f"{path} is not a run, so it stays where it is", hint="Use another --run directory.")
-    number = next(n for n in count(1) if not path.with_name(f"{path.name}.{n}").exists())
+    if not is_run(target):
+        raise RunError(f"{path} is not a run, so it stays where it is", hint=_OTHER_RUN)
+    number = next(n for n in count(1) if not os.path.lexists(target.with_name(f"{target.name}.{n}")))
+    aside = target.with_name(f"{target.name}.{number}")
     try:
-        return path.rename(path.with_name(f"{path.name}.{number}"))
+        os.rename(target, aside)
+        if path.is_symlink():
+            make_directory(target)
     except OSError as error:
-        raise RunError(f"Cannot set {path} aside: {error.strerror}") from error
+        raise _failure(f"set {path} aside", error) from error
+    return aside

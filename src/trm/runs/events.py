@@ -44,6 +44,7 @@ class Stopped(Event):
     name = "stopped"
     reason: str
     step: int
+    seconds: float  # of training, over all starts of the run
     peak_bytes: int
 
 
@@ -54,6 +55,15 @@ class Restarted(Event):
     name = "restarted"
     cause: str
     micro_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extended(Event):
+    """More steps were requested after the run had finished."""
+
+    name = "extended"
+    step: int
+    last_step: int  # from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,25 @@ class BatchGrown(MicroBatchChanged):
     """The memory pressure is over."""
 
     name = "batch grown"
+
+
+@dataclass(frozen=True, slots=True)
+class DataOpened(Event):
+    """How the training split is read from here on: "memory", "mapped" or "streaming"."""
+
+    name = "data"
+    step: int
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageChanged(Event):
+    """The curriculum's stage, when the run begins and after each change."""
+
+    name = "curriculum"
+    step: int
+    stage: int
+    share: float  # of the training examples, the easiest ones, from which new examples are taken
 
 
 @dataclass(frozen=True, slots=True)

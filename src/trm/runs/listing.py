@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from macbook_optimization.checkpoint_files import open_checkpoint, step_of
 from macbook_optimization.errors import ConfigError, LaptopError, RunError
 from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.memory_management import MIB
-from trm.runs.directory import Run
+from trm.config import RunConfig
+from trm.runs.directory import EVENTS, METRICS, Run, is_run
+from trm.runs.events import Stopped
 from trm.runs.saved_state import check_compatible
 
 
@@ -24,6 +27,7 @@ class RunSummary:
     seconds: float | None
     primary_metric: str | None
     accuracy: float | None  # of the best checkpoint, by the primary metric
+    problem: str | None  # why something above is unknown
 
 
 def primary_metric(best: JsonMapping) -> tuple[str, float] | None:
@@ -40,35 +44,79 @@ def metric_label(name: str | None) -> str:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    return [summarise(Run(path.parent)) for path in sorted(root.glob("*/recipe.yaml"))]
+    """Summarise the runs in a directory, or the one run that it is."""
+    if is_run(root):
+        return [summarise(Run(root))]
+    if not root.is_dir():
+        problem = f"{root} is not a directory" if root.exists() else f"There is no directory {root}"
+        raise RunError(problem, hint="Name a directory of runs, or leave it out for ./runs.")
+    return [summarise(Run(path)) for path in sorted(root.iterdir()) if is_run(path)]
 
 
 def summarise(run: Run) -> RunSummary:
-    last = run.last_row() or {}
     checkpoints = run.checkpoints()
     metric, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
     step = checkpoints.newest_step() or 0
+    seconds, problem = _seconds(run)
     try:
         config = run.config
-    except (RunError, ConfigError):
-        task = max_steps = target = None
+    except (RunError, ConfigError) as error:
+        task = max_steps = None
         state = "unreadable"
+        problem = str(error)
     else:
         task = config.task
-        max_steps = config.training.max_steps
-        target = config.evaluation.target_accuracy
-        reached = target is not None and accuracy is not None and accuracy >= target
-        state = "done" if reached or step >= max_steps else "unfinished"
+        max_steps = config.training.last_step
+        state = "done" if is_done(config, step, accuracy) else "unfinished"
     return RunSummary(
         path=str(run.path),
         task=task,
         state=state,
         step=step,
         max_steps=max_steps,
-        seconds=last.get("seconds"),
+        seconds=seconds,
         primary_metric=metric,
         accuracy=accuracy,
+        problem=problem,
     )
+
+
+def is_done(config: RunConfig, step: int, accuracy: float | None) -> bool:
+    """Return whether a run has reached its target or its last step."""
+    target = config.evaluation.target_accuracy
+    reached = target is not None and accuracy is not None and accuracy >= target
+    return reached or step >= config.training.last_step
+
+
+def _seconds(run: Run) -> tuple[float | None, str | None]:
+    """Return the seconds of training, or None and the reason if they are unknown.
+
+    `trm train` reports them when it ends. The last row of the metrics is newer while a run is trained, and
+    after a crash.
+    """
+    metrics = run.path / METRICS
+    try:
+        stopped = run.last_row(EVENTS, lambda event: event.get("event") == Stopped.name)
+        row = run.last_row()
+        is_empty = row is None and (not metrics.exists() or metrics.stat().st_size == 0)
+    except (RunError, OSError) as error:
+        return None, str(error)
+    reported = [(source or {}).get("seconds") for source in (stopped, row)]
+    known = [float(value) for value in reported if isinstance(value, int | float) and math.isfinite(value)]
+    if known:
+        return max(known), None
+    return None, None if is_empty else f"{METRICS} has no row that can be read"
+
+
+def describe_summary(run: RunSummary) -> str:
+    facts = [run.path, run.task or "?", run.state, f"step {run.step}/{run.max_steps or '?'}"]
+    if run.seconds is not None:
+        facts.append(f"{run.seconds:.0f} s")
+    if run.accuracy is not None:
+        facts.append(f"{metric_label(run.primary_metric)} {run.accuracy:.1%}")
+    if run.problem is not None:
+        facts.append(f"({run.problem.splitlines()[0]})")
+    return "  ".join(facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +132,7 @@ class Verification:
     checkpoints: list[CheckpointSummary]  # newest first
     resumes_from: int | None  # step
     best: str | None  # name of the checkpoint that is used for inference
+    best_problem: str | None  # why the newest intact one is used instead
     problem: str | None  # why nothing can be resumed although there is an intact checkpoint
 
 
@@ -110,6 +159,7 @@ def verify(path: Path, progress: Callable[[str, int, int], None]) -> Verificatio
         checkpoints=found,
         resumes_from=None if intact is None or problem else step_of(Path(intact.name)),
         best=best["checkpoint"] if best else None,
+        best_problem=manager.best_problem(),
         problem=problem,
     )
 
@@ -120,6 +170,8 @@ def describe_verification(found: Verification) -> str:
         + ("  (the best)" if each.name == found.best else "")
         for each in found.checkpoints
     ]
+    if found.best_problem:
+        lines.append(f"{found.best_problem}; the newest intact checkpoint is used for predictions.")
     if found.problem:
         lines.append(f"`trm train` would refuse: {found.problem}")
     elif found.resumes_from is not None:

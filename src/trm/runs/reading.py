@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from macbook_optimization.input_files import open_input
+from macbook_optimization.json_types import parse_json
 from trm.runs.rows import Row, kind_of
 
 _TAIL_BYTES = 1 << 16
+_MAX_TAIL_BYTES = 1 << 25  # no row is this long: the file is damaged
 
 
 def read_rows(path: Path) -> list[Row]:
     try:
-        content = path.read_bytes()
+        with open_input(path) as file:
+            content = file.read()
     except FileNotFoundError:
         return []
     return _parse(content)
 
 
-def read_last_row(path: Path) -> Row | None:
-    """Return the last complete row, reading only the end of the file: more only if that row is very long."""
+def read_last_row(path: Path, accept: Callable[[Row], bool] = lambda row: True) -> Row | None:
+    """Return the last complete row that `accept` returns true for.
+
+    Only the end of the file is read, and more of it only if no such row is there.
+    """
     tail_bytes = _TAIL_BYTES
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             size = file.seek(0, os.SEEK_END)
             while True:
                 file.seek(max(0, size - tail_bytes))
-                rows = _parse(file.read())
-                if rows or tail_bytes >= size:
+                rows = [row for row in _parse(file.read()) if accept(row)]
+                if rows or tail_bytes >= min(size, _MAX_TAIL_BYTES):
                     return rows[-1] if rows else None
                 tail_bytes *= 8
     except FileNotFoundError:
@@ -53,7 +60,7 @@ class Follower:
 
     def _new_rows(self, path: Path) -> list[Row]:
         try:
-            with path.open("rb") as file:
+            with open_input(path) as file:
                 status = os.fstat(file.fileno())
                 inode, offset = self._offsets.get(path, (status.st_ino, 0))
                 if inode != status.st_ino or offset > status.st_size:
@@ -74,7 +81,7 @@ def _parse(content: bytes) -> list[Row]:
 
 def _parse_line(line: str) -> Row | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -27,9 +27,10 @@ class TrainRow:
     train_exact_accuracy: float
     rss_bytes: int
     cpu_percent: float
+    curriculum_stage: int | None = None  # after this step; absent without a curriculum
 
     def to_json(self) -> Row:
-        return {"kind": "train", **asdict(self)}
+        return {"kind": "train", **{name: value for name, value in asdict(self).items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,12 @@ class EvalRow:
     mean_steps: float
     accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
     evaluation_seconds: float
+    tasks_evaluated: int | None = None  # with at least one of the examples; None if each is its own task
+    tasks_total: int | None = None
 
     def to_json(self) -> Row:
         """Return a flat row; the scalars are entries of their own."""
-        facts = asdict(self)
+        facts = {name: value for name, value in asdict(self).items() if value is not None}
         metrics = facts.pop("metrics")
         tables = facts.pop("tables")
         return {"kind": "eval", **metrics, **facts, **({"tables": tables} if tables else {})}

@@ -73,8 +73,8 @@ def check_compatible(
     else.
     """
     state = read_state(checkpoint)
-    ours = config.what_is_learned()
-    theirs = RunConfig.learned_with_defaults(state.recipe)
+    ours = config.what_is_learned(checkpoint.step)
+    theirs = RunConfig.learned_with_defaults(state.recipe, checkpoint.step)
     if spec is not None:
         ours["spec"] = SavedSpec.of(spec).model_dump()
         theirs["spec"] = state.spec.model_dump()

@@ -79,8 +79,21 @@ class Scorer(Protocol):
 class Submittable(Protocol):
     """A scorer whose answers can be written in the format of a competition."""
 
+    def require_all_tests(self, split: Split, limit: int | None) -> None:
+        """Raise `DataError` if an evaluation of `limit` examples would leave a test of the competition
+        without an answer; None evaluates all examples."""
+        ...
+
     def submission(self) -> Any:
-        """Return the answers as JSON-able values."""
+        """Return the answers as JSON-able values; raise `DataError` if a test was not asked."""
+        ...
+
+    def unanswered(self) -> int:
+        """Return how many tests were asked, but have no answer that could be submitted."""
+        ...
+
+    def answered_once(self) -> int:
+        """Return how many tests have a single answer, which all attempts repeat."""
         ...
 
 
@@ -123,6 +136,24 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class MadeFromFiles(Protocol):
+    """A task whose `spec` must read the files that `build` reads."""
+
+    def least_spec(self) -> DataSpec:
+        """Return the smallest spec that a dataset of this task can have, without reading a file."""
+        ...
+
+
+@runtime_checkable
+class HasWords(Protocol):
+    """What `training.word_dropout` needs of a task."""
+
+    def without_words(self, batch: Batch, draws: FloatArray, share: float) -> Batch:
+        """Leave out this share of the words of each row, chosen by its row of draws from [0, 1)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """One input of `trm predict`, as tokens without padding."""
@@ -151,8 +182,8 @@ class Interactive(Protocol):
         """Render the answer as text, with givens marked, and what changed since `before`."""
         ...
 
-    def legend(self, changes: bool, color: bool) -> str:
-        """Explain the marks that `show` uses."""
+    def legend(self, shown: str, changes: bool, color: bool) -> str:
+        """Explain the marks in what `show` returned; `changes`: those of changes, too."""
         ...
 
     def verify(self, question: IntArray, answer: IntArray, label: IntArray | None = None) -> str | None:

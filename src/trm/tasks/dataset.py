@@ -7,31 +7,43 @@ here, and the other way round. The content is verified when a split is opened.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from macbook_optimization.dataset_files import (
     FIELDS,
+    MAX_JSON_BYTES,
     REBUILD_HINT,
     ArrayFile,
     Content,
     array_file,
+    cannot_read,
     check_digests,
     scan,
 )
 from macbook_optimization.dataset_management import DatasetManager
 from macbook_optimization.dataset_rows import RowReader
 from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import read_json
 from trm.arrays import IntArray, IntegerArray
-from trm.batch import IGNORE_LABEL, Batch
+from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.tasks.base import DataSpec
 
 DIFFICULTY = "all__difficulty.npy"  # beside the arrays of the reference implementation, which ignores it
 SPLITS = ("train", "test")
+_BLANK_IDENTIFIER = 0  # of a question without a puzzle identifier, as in the reference implementation
+_MAX_COUNT = 2**31 - 1  # the arrays of indices and identifiers hold 32-bit integers
+_MAX_TOKENS = 2**20  # four times the largest vocabularies in use; each token has an embedding
+_SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # begins a file name, so it must not lead to another directory
+
+CountInFile = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,31 @@ class Split:
             labels[batch.padding] = IGNORE_LABEL
         return batch
 
+    @property
+    def num_groups(self) -> int:
+        """Independent questions: an ARC task with all its tests and augmentations is one group."""
+        return len(self.group_indices) - 1
+
+    def groups(self, examples: IntArray) -> IntArray:
+        """Return the group of each example."""
+        starts = self.puzzle_indices[self.group_indices]
+        return np.asarray(np.searchsorted(starts, examples, side="right") - 1)
+
+    def evaluation_order(self) -> IntArray:
+        """Return all examples in the order in which a limited evaluation takes them.
+
+        The first example of every group comes first, then the other examples of each group's first puzzle,
+        then the second puzzles in the same way. The first N therefore cover as many groups as possible, and
+        all tests of an ARC task have equally many augmentations that vote. If every group is a single
+        example, this is the order of the split.
+        """
+        examples = np.arange(len(self))
+        puzzles = np.searchsorted(self.puzzle_indices, examples, side="right") - 1
+        groups = np.searchsorted(self.group_indices, puzzles, side="right") - 1
+        place_in_puzzle = examples - self.puzzle_indices[puzzles]
+        place_in_group = puzzles - self.group_indices[groups]
+        return np.lexsort((groups, place_in_puzzle, place_in_group))  # the last key is the most significant
+
     def difficulties(self) -> IntArray:
         """Return the difficulty of every example, as rated when the dataset was built."""
         file = self.directory / DIFFICULTY
@@ -89,13 +126,38 @@ class Metadata(BaseModel):
     """What `dataset.json` must contain; other entries are ignored."""
 
     model_config = ConfigDict(strict=True)
-    seq_len: int = Field(ge=1)
-    vocab_size: int = Field(ge=1)
-    output_vocab_size: int | None = Field(None, ge=1)
-    num_puzzle_identifiers: int = Field(ge=1)
-    ignore_label_id: int | None
+    seq_len: CountInFile
+    vocab_size: int = Field(ge=1, le=_MAX_TOKENS)
+    output_vocab_size: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    num_puzzle_identifiers: CountInFile
+    pad_id: int = PAD_TOKEN
+    ignore_label_id: int | None = Field(ge=-_MAX_COUNT, le=_MAX_COUNT)
+    blank_identifier_id: int = _BLANK_IDENTIFIER
+    total_groups: CountInFile | None = None
+    total_puzzles: CountInFile | None = None
+    mean_puzzle_examples: float | None = Field(None, gt=0, allow_inf_nan=False)
     class_names: list[str] = []
     sets: list[str] = Field(min_length=1, max_length=1)
+
+    @field_validator("pad_id", "blank_identifier_id")
+    @classmethod
+    def _check_zero(cls, value: int) -> int:
+        """Check that 0 is padding and the blank identifier, as it is in what this program adds to a batch."""
+        if value != 0:
+            raise ValueError(
+                f"Input should be 0, as in every dataset of the reference implementation, not {value}"
+            )
+        return value
+
+    @field_validator("sets")
+    @classmethod
+    def _check_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is not the name of a set: letters, digits, _, . and - are allowed"
+                )
+        return names
 
     @property
     def spec(self) -> DataSpec:
@@ -164,15 +226,21 @@ def _array_files(directory: Path, set_name: str) -> dict[str, ArrayFile]:
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        return Metadata.model_validate_json(path.read_bytes())
+        return Metadata.model_validate(read_json(path, MAX_JSON_BYTES))
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}", hint=REBUILD_HINT) from error
+        raise cannot_read(path, error) from error
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
-            for problem in error.errors()
-        )
-        raise DataError(f"{path} does not describe a dataset: {problems}", hint=REBUILD_HINT) from error
+        problems = "; ".join(map(_describe, error.errors()))
+    except ValueError as error:
+        problems = f"Invalid JSON: {error}"
+    raise DataError(f"{path} does not describe a dataset: {problems}", hint=REBUILD_HINT)
+
+
+def _describe(problem: ErrorDetails) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"].startswith(("greater", "less")):
+        message += f", not {problem['input']}"
+    return f"{'.'.join(map(str, problem['loc']))}: {message}".removeprefix(": ")
 
 
 def _shape_problems(arrays: Mapping[str, IntegerArray], spec: DataSpec) -> list[str]:

@@ -7,9 +7,8 @@ and a value outside of it is an error, never a silent wrap-around.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +18,11 @@ import numpy as np
 from numpy.lib import format as npy
 
 from macbook_optimization.dataset_files import BUILD_FILE, digests
-from macbook_optimization.durable_files import partial_path, sync
+from macbook_optimization.durable_files import new_directory, sync
 from macbook_optimization.errors import DataError
+from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.output_files import check_new_directory
 from trm.arrays import IntArray, IntegerArray
 from trm.batch import PAD_TOKEN
 from trm.tasks.base import DataSpec
@@ -32,15 +33,16 @@ class DatasetWriter:
     """Writes to a temporary directory and renames it on success; removes it on failure."""
 
     def __init__(self, directory: Path, made_by: JsonMapping) -> None:
-        self.directory = directory.resolve()
+        self.directory = directory
         self.made_by = made_by
-        self.partial = partial_path(self.directory)
+        self.stack = ExitStack()
         self.splits: list[SplitWriter] = []
         self.names = ["<blank>"]  # of the puzzle identifiers
 
     def __enter__(self) -> Self:
+        check_new_directory(self.directory)
         with self._reported():
-            self.partial.mkdir(parents=True)
+            self.partial = self.stack.enter_context(new_directory(self.directory.absolute()))
         return self
 
     def split(self, name: str, spec: DataSpec, ignore_label: int | None) -> SplitWriter:
@@ -60,16 +62,14 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                with self._reported():
-                    self._finish()
-            elif isinstance(error, OSError):
-                raise self._failed(error) from error
-        finally:
-            for split in self.splits:
-                split.close()
-            shutil.rmtree(self.partial, ignore_errors=True)
+        with self._reported(), self.stack:  # the directory is renamed or removed when the stack is closed
+            try:
+                if error is not None:
+                    raise error
+                self._finish()
+            finally:
+                for split in self.splits:
+                    split.close()
 
     def _finish(self) -> None:
         for split in self.splits:
@@ -78,8 +78,6 @@ class DatasetWriter:
         _write_json(self.partial / BUILD_FILE, {**self.made_by, "sha256": digests(self.partial)})
         for path in (*self.partial.rglob("*"), self.partial):
             sync(path)
-        self.partial.rename(self.directory)
-        sync(self.directory.parent)
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
@@ -89,7 +87,10 @@ class DatasetWriter:
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> DataError:
-        return DataError(f"Cannot write the dataset to {self.directory}: {error.strerror or error}")
+        return DataError(
+            f"Cannot write the dataset to {self.directory}: {reason_of(error)}",
+            hint=hint_for(error, "Choose another path."),
+        )
 
 
 class SplitWriter:
@@ -181,7 +182,7 @@ class SplitWriter:
         for name, file in self.files.items():
             file.seek(0)
             file.write(self._header(name, total))
-        self.close()
+            file.close()
         self._save("all__puzzle_identifiers.npy", _joined(self.identifiers))
         self._save("all__puzzle_indices.npy", np.cumsum([0, *examples]))
         self._save("all__group_indices.npy", np.cumsum([0, *puzzles]))
@@ -215,8 +216,10 @@ class SplitWriter:
         np.save(self.directory / name, array.astype(np.int32))
 
     def close(self) -> None:
+        """Close the files of a split that failed; `finish` closes those of a complete one."""
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):  # on a full disk, the rest of the buffer cannot be written either
+                file.close()
 
 
 def smallest_dtype(least: int, most: int) -> np.dtype[np.integer]:

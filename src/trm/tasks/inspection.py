@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from macbook_optimization.dataset_files import BUILD_FILE
+from macbook_optimization.dataset_files import BUILD_FILE, MAX_JSON_BYTES, cannot_read
 from macbook_optimization.dataset_management import MIB, DatasetManager
 from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import read_json
+from macbook_optimization.units import counted
 from trm.arrays import WordArray
 from trm.tasks.base import Progress
 from trm.tasks.dataset import SPLITS, Split, open_split
@@ -68,18 +69,21 @@ def format_facts(facts: DatasetFacts) -> str:
     """Return the facts as lines for a terminal."""
     outputs = ""
     if facts.num_outputs != facts.vocab_size:
-        outputs = f"{facts.num_outputs:,} outputs, "
+        outputs = f"{counted(facts.num_outputs, 'output')}, "
     lines = [
-        f"{facts.path}: {facts.task or 'not built here'}, {facts.max_len:,} positions, "
-        f"{facts.vocab_size:,} tokens, {outputs}{facts.num_puzzle_identifiers:,} puzzle identifiers"
+        f"{facts.path}: {facts.task or 'not built here'}, {counted(facts.max_len, 'position')}, "
+        f"{counted(facts.vocab_size, 'token')}, {outputs}"
+        f"{counted(facts.num_puzzle_identifiers, 'puzzle identifier')}"
     ]
     for name, split in facts.splits.items():
         lines.append(
-            f"{name:6} {split.examples:,} examples of {split.puzzles:,} puzzles in {split.groups:,} groups, "
+            f"{name:6} {counted(split.examples, 'example')} of {counted(split.puzzles, 'puzzle')} in "
+            f"{counted(split.groups, 'group')}, "
             f"{split.size_bytes / MIB:,.1f} MiB; {split.repeated:,} with a question that occurred before"
         )
     if len(facts.splits) == 2:
-        lines.append(f"{facts.in_both:,} test questions are also in the training split")
+        are = "is" if facts.in_both == 1 else "are"
+        lines.append(f"{counted(facts.in_both, 'test question')} {are} also in the training split")
     lines.append(f"On this machine: {facts.strategy}. {facts.reason}")
     return "\n".join(lines)
 
@@ -112,8 +116,10 @@ def _question_hashes(split: Split, name: str, progress: Progress) -> WordArray:
 
 def _task_name(dataset: Path) -> str | None:
     try:
-        return str(json.loads((dataset / BUILD_FILE).read_bytes())["task"])
+        return str(read_json(dataset / BUILD_FILE, MAX_JSON_BYTES)["task"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise cannot_read(dataset / BUILD_FILE, error) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{dataset / BUILD_FILE} cannot be read: {error}") from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from trm.arrays import BoolArray, IntArray, IntegerArray
+from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray, IntegerArray
 from trm.batch import IGNORE_LABEL, Batch, exact_rows
 from trm.tasks.base import AnswerBatch, Metrics
 
 EXACT = "exact_accuracy"
+ACCURACY = "accuracy"
 
 
 def exact_answers(tokens: IntegerArray, labels: IntArray) -> BoolArray:
@@ -49,3 +50,58 @@ class ExactMatch:
                 "halt_accuracy": self.halting_agrees / examples,
             }
         )
+
+
+class Classification:
+    """Counts how often each category was taken for which: one labelled position per example.
+
+    With probabilities, it also keeps those of every example, in the order of evaluation.
+    """
+
+    def __init__(self, num_categories: int, *, needs_probabilities: bool = False) -> None:
+        self.needs_probabilities = needs_probabilities
+        self.confusion = np.zeros((num_categories, num_categories), dtype=np.int64)  # label, answer
+        self.probabilities: list[Float32Array] = []  # (n, num_categories) per batch
+        self.labels: list[IntArray] = []
+
+    def add(self, batch: Batch, answers: AnswerBatch) -> None:
+        rows, positions = np.nonzero(batch.labels != IGNORE_LABEL)
+        labels = batch.labels[rows, positions]
+        np.add.at(self.confusion, (labels, answers.tokens[rows, positions]), 1)
+        if self.needs_probabilities and answers.probabilities is not None:
+            self.probabilities.append(answers.probabilities[rows, positions])
+            self.labels.append(labels)
+
+    def metrics(self) -> Metrics:
+        per_category = category_scores(self.confusion)
+        return Metrics(
+            {
+                ACCURACY: float(np.trace(self.confusion) / max(1, self.confusion.sum())),
+                "macro_f1": macro_f1(self.confusion),
+            },
+            {"categories": per_category.tolist(), "confusion": self.confusion.astype(float).tolist()},
+        )
+
+
+def confusion_matrix(labels: IntArray, predicted: IntArray, num_categories: int) -> IntArray:
+    """Count how often each category (row) was taken for which (column)."""
+    confusion = np.zeros((num_categories, num_categories), dtype=np.int64)
+    np.add.at(confusion, (labels, predicted), 1)
+    return confusion
+
+
+def macro_f1(confusion: IntArray) -> float:
+    """Return the mean F1 of the categories that have examples: one without any has no recall."""
+    present = confusion.sum(1) > 0
+    return float(category_scores(confusion)[present, 2].mean()) if present.any() else 0.0
+
+
+def category_scores(confusion: IntArray) -> FloatArray:
+    """Return precision, recall, F1 and number of examples per category; 0 where one is undefined."""
+    right = np.diagonal(confusion).astype(np.float64)
+    answered = confusion.sum(0)
+    labelled = confusion.sum(1)
+    precision = right / np.maximum(answered, 1)
+    recall = right / np.maximum(labelled, 1)
+    f1 = 2 * right / np.maximum(answered + labelled, 1)
+    return np.stack([precision, recall, f1, labelled], axis=1)

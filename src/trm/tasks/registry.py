@@ -15,6 +15,7 @@ _MODULES = {  # imported on demand
     "sudoku": "trm.tasks.grids.sudoku",
     "maze": "trm.tasks.grids.maze",
     "arc": "trm.tasks.grids.arc",
+    "email": "trm.tasks.documents.email",
 }
 TASK_NAMES = tuple(_MODULES)
 

@@ -161,14 +161,18 @@ class BestSoFar:
     def restore(self, saved: JsonObject | None) -> None:
         """Take the best of a checkpoint or, if later ones were lost, of the file beside them."""
         manager = self.checkpointer.manager
-        marked = manager.best()
+        problem = manager.best_problem()
+        marked = manager.best() if problem is None else None
         found = {
             best["checkpoint"]: best
             for best in (marked, checked_best(saved))
             if best and _evaluation_settings(best) == self.settings and self._has_metric(best)
         }
-        present = [best for name, best in found.items() if manager.is_intact(name)]
+        present = [best for name, best in found.items() if best == marked or manager.is_intact(name)]
         self.row = max(present, key=lambda best: float(best[self.metric]), default=None)
+        if problem is not None:
+            instead = "none is known" if self.row is None else f"{self.row['checkpoint']} is the best now"
+            self.checkpointer.log.message(f"warning: {problem}; {instead}.")
         if self.row is not None and self.row != marked:  # the process was killed before it could mark it
             self.checkpointer.mark_best(self.row)
 
@@ -212,7 +216,7 @@ class BestSoFar:
     def described(self) -> str:
         """Return the primary metric and its best value so far, for a progress line."""
         metric = None if self.row is None else primary_metric(self.row)
-        return "" if metric is None else f"  {metric[0].removesuffix('_accuracy')} {metric[1]:.1%}"
+        return "" if metric is None else f"{metric[0].removesuffix('_accuracy')} {metric[1]:.1%}"
 
 
 def _evaluation_settings(best: JsonObject) -> Any:

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from macbook_optimization.errors import AllocationFailed
+from macbook_optimization.json_types import JsonObject
+from macbook_optimization.units import counted
+from trm.arrays import IntArray
+from trm.config import RunConfig
 from trm.inference.search import Search
 from trm.plan import EVALUATION_FACTOR
 from trm.runs.rows import EvalRow
@@ -31,6 +35,8 @@ class Evaluation:
     mean_steps: float
     accuracy_by_depth: list[float]  # exact accuracy after 1, 2, ... steps
     evaluation_seconds: float
+    tasks_evaluated: int | None = None  # None where every example is a task of its own
+    tasks_total: int | None = None
 
     def row(self, step: int, seconds: float) -> EvalRow:
         return EvalRow(
@@ -42,7 +48,14 @@ class Evaluation:
             mean_steps=self.mean_steps,
             accuracy_by_depth=self.accuracy_by_depth,
             evaluation_seconds=self.evaluation_seconds,
+            tasks_evaluated=self.tasks_evaluated,
+            tasks_total=self.tasks_total,
         )
+
+    @property
+    def coverage(self) -> str:
+        """Return ", N of M tasks" where several examples belong to one task."""
+        return "" if self.tasks_total is None else f", {self.tasks_evaluated} of {self.tasks_total} tasks"
 
     def described(self) -> str:
         """Return the metrics in one line."""
@@ -55,31 +68,62 @@ def evaluate(
     split: Split,
     scorer: Scorer,
     batch_size: int,
-    examples: int | None = None,
-    after_batch: Callable[[int, int], None] = lambda done, total: None,
+    limit: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, facts: None,
 ) -> Evaluation:
-    """Score the answers to a split, or to its first `examples`.
+    """Score the answers to a split, or to `limit` of its examples, spread evenly over its groups.
 
-    `after_batch` receives how many examples are done and of how many, and may raise to stop.
+    `progress` receives how many examples are done, of how many, and the inference step of the current batch;
+    it may raise to stop.
     """
     started = time.monotonic()
-    total = min(len(split), examples or len(split))
-    exact_by_depth = np.zeros(search.settings.depth, dtype=np.int64)
+    examples = _ordered(split, split.evaluation_order()[:limit])
+    total = len(examples)
+    depth = search.settings.depth
+    exact_by_depth = np.zeros(depth, dtype=np.int64)
     steps = 0
     for start in range(0, total, batch_size):
-        batch = split.batch(np.arange(start, min(start + batch_size, total))).trimmed()
-        answers = search.answer(batch, probabilities=scorer.needs_probabilities)
+
+        def after_step(attempt: int, step: int, done: int = start) -> None:
+            progress(done, total, f"step {step}/{depth}" + (f" of retry {attempt}" if attempt else ""))
+
+        batch = split.batch(examples[start : start + batch_size]).trimmed()
+        answers = search.answer(batch, probabilities=scorer.needs_probabilities, after_step=after_step)
         exact_by_depth += exact_answers(answers.tokens, batch.labels).sum(-1)
         steps += int(answers.steps.sum())
         scorer.add(batch, answers.final())
-        after_batch(start + len(batch), total)
+        progress(start + len(batch), total, "")
+    has_groups = split.num_groups < len(split)
     return Evaluation(
         examples=total,
         metrics=scorer.metrics(),
         mean_steps=steps / total,
         accuracy_by_depth=(exact_by_depth / total).tolist(),
         evaluation_seconds=time.monotonic() - started,
+        tasks_evaluated=len(np.unique(split.groups(examples))) if has_groups else None,
+        tasks_total=split.num_groups if has_groups else None,
     )
+
+
+def evaluation_settings(config: RunConfig, split: Split) -> JsonObject:
+    """Return what decides an evaluation: only metrics with the same settings are comparable.
+
+    Earlier versions took the first examples of a split. If groups make this a different choice, the
+    settings say so.
+    """
+    limit = config.evaluation.examples
+    settings = {**config.inference.model_dump(), "examples": limit, "data": dict(split.digests)}
+    if limit is not None and (split.evaluation_order()[:limit] >= limit).any():
+        settings["spread_over_tasks"] = True
+    return settings
+
+
+def _ordered(split: Split, examples: IntArray) -> IntArray:
+    """Return examples in the order of their file, or the longest first: little of a batch is then padding."""
+    in_file = np.sort(examples)
+    if split.lengths is None:
+        return in_file
+    return in_file[np.argsort(-split.lengths[in_file].astype(np.int64), kind="stable")]
 
 
 @dataclass
@@ -96,8 +140,10 @@ class Evaluator:
         """Checked before each step and not after it, so that an interrupted evaluation is repeated."""
         config = self.state.config
         step = self.state.step
-        is_last = step >= config.training.max_steps
-        return self.evaluated != step and (is_last or step % config.evaluation.every_steps == 0)
+        every = config.evaluation.every_steps
+        if every is None or self.evaluated == step:
+            return False
+        return step >= config.training.last_step or step % every == 0
 
     def run(self, elapsed: Callable[[], float], stop: StopRequest) -> EvalRow:
         """Evaluate, record and show the result. `elapsed` returns the training time so far."""
@@ -108,15 +154,16 @@ class Evaluator:
         row = found.row(step, seconds)
         self.log.row(row)
         self.log.message(
-            f"step {step:6d}  {seconds:6.1f} s  {found.described()}  on {found.examples} unseen examples"
+            f"step {step:6d}  {seconds:6.1f} s  {found.described()}  "
+            f"on {counted(found.examples, 'unseen example')}{found.coverage}"
         )
         return row
 
     def _evaluate(self, stop: StopRequest) -> Evaluation:
         """Evaluate; after a failed allocation, start again with a smaller batch."""
 
-        def after_batch(done: int, total: int) -> None:
-            self.log.display.update("evaluating", done, total)
+        def progress(done: int, total: int, facts: str) -> None:
+            self.log.display.update("evaluating", done, total, facts)
             stop.check()
 
         config = self.state.config
@@ -127,5 +174,5 @@ class Evaluator:
             scorer = task.scorer(self.split)
             with suppress(AllocationFailed):
                 limit = config.evaluation.examples
-                return evaluate(search, self.split, scorer, size, limit, after_batch)
+                return evaluate(search, self.split, scorer, size, limit, progress)
             self.memory.make_room(self.state.step)

@@ -20,8 +20,9 @@ from trm.config import RunConfig
 from trm.display import Display
 from trm.plan import Plan
 from trm.runs.directory import EVENTS, METRICS, Run
-from trm.runs.events import Event, MemoryGrows, PlanChosen
+from trm.runs.events import Event, MemoryGrows, PlanChosen, StageChanged
 from trm.runs.rows import EvalRow, TrainRow
+from trm.training.state import Stage
 
 ROW_SECONDS = 1.0  # of training per row
 
@@ -83,10 +84,14 @@ class StepTiming:
 
 
 class StepMetrics:
-    """Averages over the steps since the last row, written about once per second."""
+    """Averages over the steps since the last row, written about once per second.
 
-    def __init__(self, log: RunLog, every_seconds: float = ROW_SECONDS) -> None:
+    `stage` is the one at which the run begins or resumes; only changes of it are reported.
+    """
+
+    def __init__(self, log: RunLog, stage: Stage | None = None, every_seconds: float = ROW_SECONDS) -> None:
         self.log = log
+        self.stage = stage
         self.every_seconds = every_seconds
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
@@ -97,14 +102,22 @@ class StepMetrics:
         self.loss = 0.0
         self.samples_per_second = 0.0
 
-    def add(self, result: StepResult, timing: StepTiming) -> None:
+    def add(self, result: StepResult, timing: StepTiming, stage: Stage | None = None) -> None:
         self.results.append(result)
         self.timing = timing
         self.step_seconds += timing.step_seconds
         self.loss = float(np.mean([each.loss for each in self.results]))
         self.samples_per_second = sum(len(each.exact) for each in self.results) / self.step_seconds
+        if stage is not None and stage != self.stage:
+            self.log.event(StageChanged(timing.step, stage.number, stage.share))
+            self.log.message(f"{stage.described()} from step {timing.step + 1} on.")
+        self.stage = stage
         if self.step_seconds >= self.every_seconds:
             self.write()
+
+    def speed(self) -> str:
+        digits = 2 if self.samples_per_second < 10 else 0
+        return f"{self.samples_per_second:.{digits}f} samples/s"
 
     def write(self) -> None:
         if not self.results or self.timing is None:
@@ -121,6 +134,7 @@ class StepMetrics:
             train_exact_accuracy=float(np.mean([each.exact.mean() for each in self.results])),
             rss_bytes=self.process.memory_info().rss,
             cpu_percent=self.process.cpu_percent(),
+            curriculum_stage=None if self.stage is None else self.stage.number,
         )
         self.log.row(row)
         leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)
@@ -135,9 +149,12 @@ def show_plan(display: Display, config: RunConfig, plan: Plan) -> None:
     display.message("Plan: " + "\n      ".join(plan.explain()))
     if plan.samples_per_second is not None:
         seconds = config.training.effective_batch_size / plan.samples_per_second
-        steps = config.training.max_steps
+        steps = config.training.last_step
+        whole = "the one step" if steps == 1 else f"all {steps:,} steps"
+        load = plan.other_cpu_percent
+        meanwhile = "" if load is None else f" (measured while other programs used {load:.0f} % of the CPU)"
         display.message(
-            f"A step takes about {_duration(seconds)} on quiet cores; all {steps} steps would take "
+            f"A step takes about {_duration(seconds)}{meanwhile}; {whole} would take "
             f"{_duration(seconds * steps)}, evaluations excluded."
         )
 

@@ -92,7 +92,7 @@ class Trainer:
         self.tuner.start_warmup(planner, self._try_out, cache=not self.state.step)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
-        metrics = StepMetrics(self.log)
+        metrics = StepMetrics(self.log, self.state.stage)
         self.checkpointer.saved_at = time.monotonic()
         try:
             while True:
@@ -117,9 +117,10 @@ class Trainer:
             reason = "interrupted"
             self._save_interrupted(stop)
         metrics.write()
-        self.log.event(Stopped(reason, self.state.step, self.tuner.read_peak()))
+        seconds = self.elapsed()
+        self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
-        return Outcome(self.log.run.path, reason, self.state.step, self.elapsed(), best.row, best.target)
+        return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target)
 
     def _run_due_tasks(self, stop: StopRequest) -> None:
         """Nothing is due while steps are skipped: the weights are those of the last checkpoint, or as suspect
@@ -145,7 +146,7 @@ class Trainer:
     def _reason_to_stop(self, limits: Limits) -> str | None:
         if self.best.reached_target:
             return "target"
-        if self.state.step >= self.config.training.max_steps:
+        if self.state.step >= self.config.training.last_step:
             return "max_steps"
         return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
 
@@ -171,13 +172,11 @@ class Trainer:
 
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
-        metrics.add(result, StepTiming(self.state.step, took, self.elapsed(), rate, size))
-        per_second = metrics.samples_per_second
-        digits = 2 if per_second < 10 else 0
-        facts = f"loss {metrics.loss:.3f}  {per_second:.{digits}f} samples/s{self.best.described()}"
+        metrics.add(result, StepTiming(self.state.step, took, self.elapsed(), rate, size), self.state.stage)
         num_slots = len(self.state.slots.ids)
+        facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())
         self.log.display.update("this step", num_slots, num_slots)
-        self.log.display.update("training", self.state.step, self.config.training.max_steps, facts)
+        self.log.display.update("training", self.state.step, self.config.training.last_step, *facts)
 
     def _adapt(self, step_seconds: float, limits: Limits) -> None:
         """React to what the step took, and to the machine."""

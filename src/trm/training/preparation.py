@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from macbook_optimization.hardware_detection import HardwareDetector, HardwareSpecs
+from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
+from trm.backends.bounds import check_inference, check_training, smallest_program
 from trm.config import RunConfig, differences
 from trm.display import Display
 from trm.plan import Plan
 from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, open_run, set_aside
-from trm.tasks.base import Task
+from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.start import Digests, data_manager, open_splits
 from trm.training.state import PLAN_FACTS
+
+_READING = {"memory": "held in memory", "mapped": "memory-mapped", "streaming": "streaming"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +33,30 @@ class Job:
     plan: Plan
     planner: Planner
     verified: Digests  # of the splits, so that the trainer need not verify them again
+    quiet: bool = False  # the trainer shows no progress
 
 
 def prepare(
     config: RunConfig, path: Path, display: Display, *, fresh: bool = False, fit: bool = False
 ) -> Job:
     task = load_task(config.task)
+    config = _with_model(config, None if fresh else path, display)
     if config.data.build is not None:
         task.check_options(config.data.build)  # even where nothing is built
+        if not config.data.path.exists():
+            _check_sizes(config, _least_spec(task, config.data.build), fit=fit)
     build_if_missing(config, task, display)
+    display.status("Verifying the dataset")
     train_split, test_split = open_splits(config, task)
     reading = data_manager(config).analyze_dataset_requirements(config.data.path)
-    if reading.recommended_strategy != "memory":
-        display.message(f"Data: {reading.recommended_strategy}. {reading.reason}")
+    display.message(f"Data: {_READING[reading.recommended_strategy]}. {reading.reason}")
     if fresh and (aside := set_aside(path)):
         display.message(f"The earlier run is now {aside}.")
+    display.status("Choosing a plan")
     hardware = HardwareDetector().detect(with_torch=False)
-    config = _with_model(config, path, hardware, display)
     config = _as_fitted(config, path, display) if fit else config
     planner = Planner(config, task.complete(train_split.spec), hardware, display)
+    _check_sizes(config, planner.data, fit=fit)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
     plan = _earlier_plan(run, planner) or (None if fit else planner.without_probe()) or planner.choose()
@@ -57,6 +65,19 @@ def prepare(
     _show(plan, planner, display)
     verified = {"train": train_split.digests, "test": test_split.digests}
     return Job(planner.config, run, plan, planner, verified)
+
+
+def _least_spec(task: Task, options: Options) -> DataSpec:
+    """Return what is known of a dataset before it is built, without reading what the build will read."""
+    return task.least_spec() if isinstance(task, MadeFromFiles) else task.complete(task.spec(options))
+
+
+def _check_sizes(config: RunConfig, data: DataSpec, *, fit: bool) -> None:
+    """Refuse absurd sizes before anything is built or measured; --fit may still lower those of training."""
+    program = smallest_program(config, data)
+    if not fit:
+        check_training(program)
+    check_inference(program, config.inference)
 
 
 def _show(plan: Plan, planner: Planner, display: Display) -> None:
@@ -86,16 +107,18 @@ def _earlier_plan(run: Run, planner: Planner) -> Plan | None:
 def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
     if config.data.build is not None and not config.data.path.exists():
         display.message(f"There is no {config.data.path} yet; building it.")
+        display.status("Building the dataset")
         jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
         task.build(config.data.build, config.data.path, display.update, jobs)
 
 
-def _with_model(config: RunConfig, path: Path, hardware: HardwareSpecs, display: Display) -> RunConfig:
+def _with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:
     """Give a recipe without a model the size for this machine, or the one that its run already has."""
     if "model" in config.model_fields_set:
         return config
-    if (path / "recipe.yaml").exists():
+    if path is not None and (path / "recipe.yaml").exists():
         return config.model_copy(update={"model": Run(path).config.model})
+    hardware = HardwareDetector().detect(with_torch=False)
     sizes = TrainingConfigAdapter(hardware).adapt_model_config({})
     chosen = ", ".join(f"{name} {value:g}" for name, value in sizes.items())
     profile = profile_for(hardware.memory.total_memory).name

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from macbook_optimization.children import parent_is_gone
+from macbook_optimization.progress_lines import CLEAR_LIVE_LINES, wrap_words
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
@@ -31,6 +32,14 @@ class StopRequest:
             raise Interrupted
 
 
+def _notice(*, again: bool) -> str:
+    """Return what the terminal is to show, in place of a live display and of the "^C" within it."""
+    text = "" if again else "Stopping; saving the last complete step (Ctrl-C again exits immediately).\n"
+    if not os.isatty(2):
+        return text
+    return CLEAR_LIVE_LINES + wrap_words(text, os.get_terminal_size(2).columns - 1) + "\n" * (not again)
+
+
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
     """Turn the first Ctrl-C, SIGTERM or hang-up into a request; a second one exits immediately.
@@ -42,10 +51,7 @@ def stop_signals() -> Iterator[StopRequest]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):  # the terminal may be gone
-            if stop.arrived and os.isatty(2):
-                os.write(2, b"\033[?25h\n")  # a live display had hidden the cursor
-            elif not stop.arrived:
-                os.write(2, b"\nStopping; saving the last complete step (Ctrl-C again exits immediately).\n")
+            os.write(2, _notice(again=stop.arrived).encode())
         if stop.arrived:
             os._exit(130)
         stop.arrived = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +18,17 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.progress_monitoring import ProgressDisplay
 from trm.backends.base import Backend, Program, SingleProcess, load_backend
 from trm.config import RunConfig
-from trm.display import Display
+from trm.display import Display, Silent
 from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.planner import Planner
 from trm.runs.directory import begin, open_run
+from trm.runs.events import DataOpened, StageChanged
 from trm.tasks.base import Task
 from trm.tasks.dataset import SPLITS, Split, open_split
 from trm.tasks.registry import load_task
 from trm.training.checkpointing import BestSoFar, Checkpointer
-from trm.training.evaluation import Evaluator
+from trm.training.evaluation import Evaluator, evaluation_settings
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome, Trainer
 from trm.training.resources import Resources
@@ -43,15 +45,21 @@ def train_in_child(
     config: JsonMapping,
     run: str,
     plan: JsonMapping,
-    limits: JsonMapping,
+    start: JsonMapping,
     verified: Digests,
     send: Send,
 ) -> JsonObject:
-    """Train as a child of the supervisor. Running out of memory ends the process, not the run."""
-    recipe = RunConfig.model_validate(config)
+    """Train as a child of the supervisor. Running out of memory ends the process, not the run.
+
+    `start` has the limits of this start, and whether it is quiet.
+    """
+    send("started")  # the supervisor's status ends, ours begins
     try:
-        with ProgressDisplay() as display:
-            outcome = train(recipe, Path(run), Plan.from_json(plan), Limits(**limits), display, verified)
+        with nullcontext(Silent()) if start["quiet"] else ProgressDisplay() as display:
+            display.status("Starting the trainer")
+            recipe = RunConfig.model_validate(config)
+            limits = Limits(**start["limits"])
+            outcome = train(recipe, Path(run), Plan.from_json(plan), limits, display, verified)
     except (AllocationFailed, MemoryError):
         sys.exit(OUT_OF_MEMORY)
     return {**asdict(outcome), "run": str(outcome.run)}
@@ -76,14 +84,21 @@ def train(
     train_split, test_split = open_splits(config, task, data_manager(config), verified)
     data = task.complete(train_split.spec)
     log = RunLog(open_run(path, config), display)
+    display.status("Loading PyTorch")
     backend = load_backend(plan.execution)
     state = _state(backend, plan, Feed(config, task, train_split), Program.of(config, data))
     trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
     trainer.resume()
+    if state.stage is not None:
+        display.message(f"{state.stage.described()}.")
     if plan.provisional:
         trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
     begin(log.run, config)
     log.plan(plan)
+    log.event(DataOpened(state.step, train_split.reader.strategy))
+    if state.stage is not None and state.step == 0:  # later ones are recorded when they begin
+        log.event(StageChanged(state.step, state.stage.number, state.stage.share))
+    display.status("Taking the first step")
     log.write("hardware.json", json.dumps(describe_machine(), indent=2))
     with stop_signals() as stop, trainer.resources:
         return trainer.run(limits, stop)
@@ -103,11 +118,7 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split)
     config = state.config
     settings = config.checkpoints
     checkpointer = Checkpointer(settings, log.run.checkpoints(settings.keep, settings.keep_every_hours), log)
-    evaluated_with = {
-        **config.inference.model_dump(),
-        "examples": config.evaluation.examples,
-        "data": dict(test_split.digests),
-    }
+    evaluated_with = evaluation_settings(config, test_split)
     metric = state.feed.task.primary_metric
     best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target_accuracy, metric)
     resources = Resources(config, state.plan, log, state.feed.split.reader.release_memory)

@@ -42,6 +42,20 @@ class Curriculum:
         return Curriculum(self.stage + widens)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the curriculum."""
+
+    number: int
+    share: float  # of the training examples, from which new ones are taken
+
+    def described(self) -> str:
+        which = (
+            "all training examples" if self.share >= 1 else f"the easiest {self.share:.0%} of the examples"
+        )
+        return f"Curriculum: stage {self.number}, {which}"
+
+
 class TrainingState:
     """The state of one run in this process."""
 
@@ -61,6 +75,14 @@ class TrainingState:
         self.skipped_in_a_row = 0
         self.learning_rate_scale = 1.0
         self.rolled_back_from: int | None = None  # step at which the loss became non-finite
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of the curriculum, if there is one."""
+        if self.config.training.curriculum is None:
+            return None
+        number = self.curriculum.stage
+        return Stage(number, self.feed.open_share(number))
 
     @property
     def num_slots(self) -> int:

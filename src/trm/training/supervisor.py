@@ -20,7 +20,7 @@ from macbook_optimization.json_types import JsonObject
 from macbook_optimization.linux_readers import oom_kills
 from trm.plan import Plan
 from trm.planning.compile_trial import compiler_cache
-from trm.planning.fitting import estimate, too_large
+from trm.planning.fitting import too_large
 from trm.runs.events import Restarted
 from trm.tasks.registry import load_task
 from trm.training.log import RunLog
@@ -137,15 +137,18 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
 
 def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outcome:
     how = plan.execution
+    display = job.planner.display
+    display.status("Starting the trainer", plain=True)
     facts: JsonObject = run_in_child(
         "trm.training.start:train_in_child",
         {
             "config": job.config.model_dump(mode="json"),
             "run": str(job.run.path),
             "plan": plan.to_json(),
-            "limits": asdict(limits),
+            "start": {"limits": asdict(limits), "quiet": job.quiet},
             "verified": {name: dict(digests) for name, digests in job.verified.items()},
         },
+        on_row=lambda row: display.status(""),  # the trainer has a display of its own
         environment={**environment(how.threads, compact=how.allocator == "compact"), **compiler_cache()},
         in_front=True,
         inherited=() if lock is None else (lock,),
@@ -186,9 +189,9 @@ def _remaining(limits: Limits, seconds: float) -> Limits:
 
 def _given_up(job: Job, death: ChildDied, deaths: int) -> LaptopError:
     try:
-        (needed,) = estimate(job.planner, [job.config])
-    except ChildDied:
-        return MemoryBudgetError("There is too little memory to load PyTorch.")
+        needed = job.planner.estimates().least.mib
+    except MemoryBudgetError as error:
+        return error
     times = f", {deaths} times" if deaths > 1 else ""
     return MemoryBudgetError(
         f"The trainer {death}{times} with the smallest possible plan. This recipe needs about {needed} MiB.",

@@ -3,6 +3,7 @@
 import collections
 import os
 import pickle
+import time
 import zipfile
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tiny import SPEC, VARIANTS, make_learner, model_config, run_config
 
 from macbook_optimization.errors import CheckpointError, LaptopError
+from macbook_optimization.output_files import STATE_DICT, OutputFile
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.reference_weights import from_reference, read_state_dict, to_reference
 from trm.exchange import export_reference, import_weights
@@ -32,7 +34,7 @@ def test_a_mixer_that_the_reference_implementation_lacks_is_not_exported(tmp_pat
     changes = VARIANTS[mixer]
     begin(Run(tmp_path / "run"), recipe(tmp_path).model_copy(update={"model": model_config(**changes)}))
     with pytest.raises(CheckpointError, match=mixer):
-        export_reference(tmp_path / "run", tmp_path / "model.pt")
+        export_reference(tmp_path / "run", OutputFile(tmp_path / "model.pt", STATE_DICT))
     assert not (tmp_path / "model.pt").exists()
 
 
@@ -73,7 +75,7 @@ def reference_file(tmp_path, prefix="_orig_mod."):
 def test_an_imported_file_is_exported_unchanged(tmp_path, prefix):
     path, state = reference_file(tmp_path, prefix)
     import_weights(path, recipe(tmp_path), tmp_path / "run")
-    export_reference(tmp_path / "run", tmp_path / "out.pt", compiled=bool(prefix))
+    export_reference(tmp_path / "run", OutputFile(tmp_path / "out.pt", STATE_DICT), compiled=bool(prefix))
     exported = read_state_dict(tmp_path / "out.pt")
     assert exported.keys() == state.keys()
     for name, tensor in state.items():
@@ -220,3 +222,29 @@ def test_compressed_and_foreign_files_are_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             read_state_dict(tmp_path / name)
+
+
+def test_a_failed_import_leaves_nothing_and_the_corrected_one_works(tmp_path):
+    path, state = reference_file(tmp_path)
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
+    torch.save(broken, tmp_path / "broken.pt")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LaptopError):
+        import_weights(tmp_path / "broken.pt", recipe(tmp_path), tmp_path / "runs" / "new")
+    assert sorted(tmp_path.rglob("*")) == before
+    import_weights(path, recipe(tmp_path), tmp_path / "runs" / "new")
+    assert Run(tmp_path / "runs" / "new").checkpoints().newest_step() == 0
+
+
+def test_a_place_for_a_run_that_is_taken_is_refused_before_the_weights_are_read(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(LaptopError, match="is a file, not a run directory"):
+        import_weights(tmp_path / "missing.pt", recipe(tmp_path), tmp_path / "file")
+
+
+def test_a_pipe_is_refused_immediately(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="it is a pipe, not a regular file"):
+        read_state_dict(tmp_path / "pipe.pt")
+    assert time.monotonic() - started < 1

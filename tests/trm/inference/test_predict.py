@@ -1,11 +1,15 @@
 """Questions become batches, and predictions do not depend on padding."""
 
-import numpy as np
-from tiny import make_learner, model_config
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+from tiny import make_learner, model_config, run_config
+
+from macbook_optimization.errors import DataError
 from trm.batch import PAD_TOKEN
 from trm.config import InferenceConfig
-from trm.inference.predict import batch_of, question_of_test_set
+from trm.inference.predict import batch_of, open_test_set, question_of_test_set, until_converged
 from trm.inference.search import Search
 from trm.tasks.base import DataSpec, Question
 from trm.tasks.dataset import open_split
@@ -38,3 +42,23 @@ def test_a_test_example_is_a_question_without_its_padding(tmp_path):
     question = question_of_test_set(open_split(tmp_path / "set", "test"), 0)
     np.testing.assert_array_equal(question.tokens, [1, 2, 3])
     np.testing.assert_array_equal(question.label, [1, 2, 3])
+
+
+def test_an_explicit_depth_is_the_exact_number_of_steps_whatever_the_recipe_stops_at():
+    recipe = InferenceConfig(depth=8, converged_after=3, halt=True)
+    exact = recipe.model_copy(update=until_converged(recipe, 5))
+    assert (exact.depth, exact.converged_after, exact.halt) == (5, None, False)
+    by_default = recipe.model_copy(update=until_converged(recipe, None))
+    assert (by_default.depth, by_default.converged_after, by_default.halt) == (32, 3, True)
+
+
+def test_a_dataset_that_is_there_but_damaged_keeps_its_own_hint(tmp_path):
+    rows = np.array([[1, 2, 3, 4, 5, 6]])
+    with DatasetWriter(tmp_path / "set", {}) as writer:
+        writer.split("test", SPEC, 0).add_examples(rows, rows)
+    (tmp_path / "set" / "test" / "all__labels.npy").write_bytes(b"")
+    model = SimpleNamespace(config=run_config(tmp_path / "elsewhere"))
+    for path, hint in ((tmp_path / "set", "Build the dataset again"), (None, "where the run was trained")):
+        with pytest.raises(DataError) as refused:
+            open_test_set(model, path)
+        assert hint in refused.value.hint

@@ -10,9 +10,11 @@ from tiny import TRM, Recorder
 
 from macbook_optimization.errors import MemoryBudgetError
 from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.output_files import OutputFile
 from macbook_optimization.training_config_adapter import PROFILES, Profile
 from macbook_optimization.units import GIB
 from trm.machine.benchmark import measure, random_batch, select_profiles, take_steps, workload_of
+from trm.machine.benchmark_file import BENCHMARK
 from trm.machine.benchmark_report import read_report, report_to_json, write_report
 from trm.tasks.base import DataSpec
 
@@ -91,7 +93,7 @@ def test_a_profile_that_does_not_fit_is_refused_before_it_is_measured():
 
 @pytest.mark.slow
 def test_the_command_measures_saves_and_compares(tmp_path):
-    write_report(make_report([1000.0] * 60), tmp_path / "before.json")
+    write_report(make_report([1000.0] * 60), OutputFile(tmp_path / "before.json", BENCHMARK))
     options = ("--profile", "8gb", "--repeats", 1, "--compare", "before.json", "--out", "now.json", "--json")
     done = trm(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

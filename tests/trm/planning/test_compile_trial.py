@@ -134,7 +134,7 @@ def test_a_failure_is_one_line_and_training_continues(make, where):
 @pytest.mark.parametrize("recipe", ["sudoku-extreme", "sudoku-6x6"])  # deep, terminal
 def test_the_trial_takes_two_recursions(recipe):
     config = compile_trial.shallow(load_config(recipe))
-    assert typical_cycles(config) == 2
+    assert typical_cycles(config.model, config.training) == 2
     assert config.model.L_cycles == 1
 
 

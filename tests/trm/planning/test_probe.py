@@ -38,3 +38,7 @@ def test_the_largest_size_fits_the_budget():
     assert measured_sizes(1e6, budget_bytes=EMPTY + 50 * EXAMPLE) == [1, 4, 50]
     # The first two sizes do not depend on the budget: the probe's own address space limit ends them.
     assert measured_sizes(1e6, budget_bytes=EMPTY + 3 * EXAMPLE) == [1, 4]
+
+
+def test_one_example_beyond_the_budget_ends_the_probe():
+    assert measured_sizes(1e6, budget_bytes=EMPTY + EXAMPLE - 1) == [1]

@@ -41,7 +41,7 @@ def one_step_per_trial(monkeypatch):
 
 @pytest.fixture
 def quiet_machine(monkeypatch):
-    monkeypatch.setattr("trm.planning.warmup.BUSY_PERCENT", 101)
+    monkeypatch.setattr("trm.planning.measurements.BUSY_PERCENT", 101)
 
 
 def planner_of(config, display=None):
@@ -57,9 +57,9 @@ def test_the_first_steps_are_steps_of_the_run(tmp_path, dataset, monkeypatch):
     losses = []
     add = StepMetrics.add
 
-    def record(metrics, result, timing):
+    def record(metrics, result, timing, stage):
         losses.append(result.loss)
-        add(metrics, result, timing)
+        add(metrics, result, timing, stage)
 
     monkeypatch.setattr(StepMetrics, "add", record)
     config = run_config(dataset, plan={}, training__supervision="terminal", training__max_steps=30)

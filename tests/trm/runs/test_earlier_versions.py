@@ -121,7 +121,7 @@ def test_an_earlier_run_is_listed_with_its_metric(earlier_run):
 
 def test_the_rows_of_an_earlier_run_are_followed_with_their_kinds(earlier_run):
     kinds = [row["kind"] for row in earlier_run.follow().read()]
-    assert kinds == ["eval", "train", "event", "event"]
+    assert kinds == ["eval", "train", "event", "event", "event"]
 
 
 def test_the_state_of_an_earlier_version_has_the_present_names(dataset, earlier_run):

@@ -79,6 +79,59 @@ def test_wrong_metadata_is_refused(dataset, content, message):
         open_split(dataset, "train")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("total_groups", -1, "total_groups: Input should be greater than or equal to 1, not -1"),
+        ("total_puzzles", -1, "total_puzzles: Input should be greater than or equal to 1, not -1"),
+        ("mean_puzzle_examples", -0.5, r"mean_puzzle_examples: Input should be greater than 0, not -0\.5"),
+        ("mean_puzzle_examples", float("nan"), "mean_puzzle_examples: Input should be a finite number"),
+        ("pad_id", 99, "pad_id: Input should be 0, .* not 99"),
+        ("blank_identifier_id", 7, "blank_identifier_id: Input should be 0, .* not 7"),
+        ("num_puzzle_identifiers", 10**11, "num_puzzle_identifiers: .* 2147483647, not 100000000000"),
+        ("vocab_size", 10**9, "vocab_size: .* 1048576, not 1000000000"),
+        ("output_vocab_size", 10**9, "output_vocab_size: .* 1048576, not 1000000000"),
+        ("ignore_label_id", 10**30, "ignore_label_id: .* 2147483647"),
+        ("sets", ["../../x"], r"sets: '\.\./\.\./x' is not the name of a set"),
+        ("sets", ["/etc/x"], "sets: '/etc/x' is not the name of a set"),
+        ("sets", ["a\\b"], "is not the name of a set"),
+        (
+            "sets",
+            [
+                "..",
+            ],
+            r"sets: '\.\.' is not the name of a set",
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_true_is_refused(dataset, key, value, message):
+    file = dataset / "train" / "dataset.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(DataError, match=message):
+        open_split(dataset, "train")
+
+
+def test_metadata_that_gives_a_key_twice_is_refused(dataset):
+    file = dataset / "train" / "dataset.json"
+    file.write_text(file.read_text().replace("{", '{"vocab_size": 8,', 1))
+    with pytest.raises(DataError, match="the key 'vocab_size' is given twice"):
+        open_split(dataset, "train")
+
+
+def test_metadata_of_the_reference_implementation_opens(dataset):
+    """As `PuzzleDatasetMetadata` writes it, with its order and types, and without keys of our own."""
+    metadata = {
+        "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 6, "seq_len": 16,
+        "num_puzzle_identifiers": 1, "total_groups": 20, "mean_puzzle_examples": 1, "total_puzzles": 20,
+        "sets": ["all"],
+    }  # fmt: skip
+    (dataset / "train" / "dataset.json").write_text(json.dumps(metadata))
+    assert open_split(dataset, "train").spec.num_outputs == 6
+    del metadata["total_puzzles"], metadata["mean_puzzle_examples"]
+    (dataset / "train" / "dataset.json").write_text(json.dumps(metadata))
+    assert len(open_split(dataset, "train")) == 20
+
+
 def test_a_directory_that_is_not_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="There is no dataset"):
         open_split(tmp_path / "nowhere", "train")

@@ -1,6 +1,8 @@
 """What the writer stores is what `open_split` returns, and what it cannot store it refuses."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -186,3 +188,37 @@ def test_rows_of_the_wrong_width_and_numbers_beyond_32_bits_are_refused(tmp_path
     with pytest.raises(DataError, match="32 bits"), DatasetWriter(tmp_path / "set", {}) as writer:
         writer.split("train", DataSpec(4, 9, 9), 0).add_examples(rows, rows, np.array([1, 2**40]))
     assert not (tmp_path / "set").exists()
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path):
+    """The limit on the size of files fails like a full disk: also again when the buffers are flushed."""
+    rows = np.ones((1000, 4), dtype=np.int64)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(DataError, match=r"Cannot write the dataset to .*set: File too large") as refused:
+            write(tmp_path / "deep" / "set", DataSpec(4, 9, 9), rows, rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "ulimit -f" in refused.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_in_a_build_leaves_nothing(tmp_path):
+    def interrupted():
+        with DatasetWriter(tmp_path / "deep" / "set", MADE_BY) as writer:
+            writer.split("train", DataSpec(4, 9, 9), 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dangling_link_is_not_followed_to_a_new_dataset(tmp_path):
+    (tmp_path / "link").symlink_to("missing")
+    with pytest.raises(DataError, match="leads nowhere"), DatasetWriter(tmp_path / "link", MADE_BY):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]

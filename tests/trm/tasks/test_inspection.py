@@ -51,4 +51,4 @@ def test_a_classifier_has_its_number_of_outputs_in_the_text(tmp_path):
         writer.split("train", DataSpec(16, 300, 2), 0).add_examples(rows, rows)
     found = inspect_dataset(tmp_path / "set", quiet)
     assert (found.vocab_size, found.num_outputs) == (300, 2)
-    assert "300 tokens, 2 outputs, 1 puzzle identifiers" in format_facts(found)
+    assert "300 tokens, 2 outputs, 1 puzzle identifier\n" in format_facts(found)

@@ -180,7 +180,7 @@ def test_a_target_that_was_reached_just_before_a_kill_still_ends_the_run(tmp_pat
 
 def test_a_best_that_could_not_be_marked_is_marked_before_rotation_removes_it(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 2, "keep": 1}, evaluation__every_steps=5)
-    obstacle = tmp_path / "run" / ".best.partial"
+    obstacle = tmp_path / "run" / "best"
 
     def block(facts, done):
         if facts.startswith("loss") and done == 3:

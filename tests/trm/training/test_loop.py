@@ -102,6 +102,45 @@ def test_a_curriculum_widens_and_resumes_where_it_was(tmp_path, dataset, supervi
     saved = Run(tmp_path / "whole").checkpoints().newest_intact().metadata
     assert saved["curriculum"]["stage"] == 3  # 0.2, 0.4, 0.8, all
     assert max(saved["slots"]["stage"]) == 3
+    for name in ("whole", "parts"):  # a resumed run repeats no stage
+        stages = [row for row in Run(tmp_path / name).rows(EVENTS) if row["event"] == "curriculum"]
+        assert [(row["step"], row["stage"], row["share"]) for row in stages] == [
+            (0, 0, 0.2), (4, 1, 0.4), (8, 2, 0.8), (12, 3, 1.0),
+        ]  # fmt: skip
+
+
+def test_the_stage_of_a_curriculum_is_shown_and_in_the_rows(tmp_path, dataset):
+    stages = {"share": 0.2, "threshold": 0.0, "widen": 4.0, "every_steps": 4}
+    config = run_config(dataset, training__curriculum=stages)
+    display = Recorder()
+    train(config, tmp_path / "run", plan_of(config), Limits(max_step=6), display)
+    train(config, tmp_path / "run", plan_of(config), Limits(), display)
+    assert [text for text in display.messages if text.startswith("Curriculum")] == [
+        "Curriculum: stage 0, the easiest 20% of the examples.",
+        "Curriculum: stage 1, the easiest 80% of the examples from step 5 on.",
+        "Curriculum: stage 1, the easiest 80% of the examples.",
+        "Curriculum: stage 2, all training examples from step 9 on.",
+    ]
+    rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
+    assert [(row["step"], row["curriculum_stage"]) for row in rows] == [(6, 1), (20, 2)]
+
+
+def test_how_the_data_is_read_is_recorded_at_every_start(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=5)
+    run(run_config(dataset, data__loading={"force_streaming_mode": True}), tmp_path / "run")
+    opened = [row for row in Run(tmp_path / "run").rows(EVENTS) if row["event"] == "data"]
+    assert [(row["step"], row["strategy"]) for row in opened] == [(0, "memory"), (5, "streaming")]
+
+
+def test_a_listed_run_took_as_long_as_training_said(tmp_path, dataset):
+    config = run_config(dataset)
+    for stop_at in (10, 20):  # an evaluation comes after the last step
+        outcome = run(config, tmp_path / "run", max_step=stop_at)
+        (listed,) = list_runs(tmp_path)
+        assert listed.seconds == outcome.seconds
+    (tmp_path / "run" / EVENTS).unlink()  # as if it was killed
+    (listed,) = list_runs(tmp_path)
+    assert listed.seconds == Run(tmp_path / "run").rows()[-1]["seconds"]
 
 
 @pytest.mark.usefixtures("float64")
@@ -191,6 +230,14 @@ def test_a_best_with_other_evaluation_settings_is_not_compared(tmp_path, dataset
     assert (outcome.best["step"], outcome.best["evaluated_with"]["depth"]) == (15, 4)
 
 
+def test_a_run_that_is_never_evaluated_uses_its_newest_checkpoint(tmp_path, dataset):
+    outcome = run(run_config(dataset, evaluation__every_steps=None), tmp_path / "run")
+    assert (outcome.reason, outcome.step, outcome.best) == ("max_steps", 20, None)
+    finished = Run(tmp_path / "run")
+    assert [row for row in finished.rows() if row["kind"] == "eval"] == []
+    assert finished.checkpoints().best_or_newest().step == 20
+
+
 def test_evaluations_do_not_count_against_the_throughput(tmp_path, dataset):
     run(run_config(dataset, evaluation__every_steps=1), tmp_path / "run")
     rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
@@ -223,7 +270,7 @@ def test_metrics_and_events_record_what_happened(tmp_path, dataset):
     assert {"token_accuracy", "halt_accuracy", "mean_steps", "accuracy_by_depth", "seconds"} <= set(
         evaluations[0]
     )
-    assert [row["event"] for row in directory.rows(EVENTS)] == ["plan", "stopped"]
+    assert [row["event"] for row in directory.rows(EVENTS)] == ["plan", "data", "stopped"]
     rates = [row["samples_per_second"] for row in directory.rows() if row["kind"] == "train"]
     assert all(rate > 0 for rate in rates)
     assert directory.rows()[-1]["step"] == 20
@@ -322,6 +369,26 @@ def test_the_best_checkpoint_is_kept_besides_the_newest_ones(tmp_path, dataset):
     best = manager.best()["checkpoint"]
     assert kept == sorted({best, "step-00000018", "step-00000020"})
     assert manager.best_or_newest().path.name == best
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda run: (run / "best").write_text("nonsense"),
+            "does not name a checkpoint; step-00000010 is the best",
+        ),
+        (lambda run: shutil.rmtree(run / "checkpoints" / "step-00000010"), "is missing; none is known"),
+    ],
+)
+def test_a_resumed_run_says_that_its_best_checkpoint_cannot_be_used(tmp_path, dataset, change, said):
+    config = run_config(dataset)
+    run(config, tmp_path / "run", max_step=12)
+    change(tmp_path / "run")
+    display = Recorder()
+    train(config, tmp_path / "run", plan_of(config), Limits(max_step=13), display)
+    (warning,) = (text for text in display.messages if text.startswith("warning:"))
+    assert said in warning
 
 
 def test_a_run_with_an_unreadable_recipe_is_listed_as_unreadable(tmp_path, dataset):

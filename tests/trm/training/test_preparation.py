@@ -74,13 +74,19 @@ def test_a_data_path_that_exists_needs_no_build_options(tmp_path, dataset):
 
 
 @pytest.mark.parametrize(
-    ("loading", "shown"), [({}, []), ({"force_streaming_mode": True}, ["Data: streaming."])]
+    ("loading", "shown"),
+    [
+        ({}, "Data: held in memory. The dataset has"),
+        ({"enable_caching": False}, "Data: memory-mapped. The dataset has"),
+        ({"force_streaming_mode": True}, "Data: streaming. The dataset has"),
+    ],
 )
-def test_a_dataset_that_is_not_held_in_memory_is_explained(tmp_path, dataset, loading, shown):
+def test_how_the_dataset_is_read_is_shown_with_the_reason(tmp_path, dataset, loading, shown):
     data = {"path": str(dataset), "loading": loading}
     display = Recorder()
     prepare(run_config(dataset, data=data, plan=BY_HAND), tmp_path / "run", display)
-    assert [text[:16] for text in display.messages if text.startswith("Data")] == shown
+    (text,) = (text for text in display.messages if text.startswith("Data"))
+    assert text.startswith(shown)
 
 
 # Runs
@@ -112,6 +118,50 @@ def test_a_recipe_without_a_model_gets_the_size_for_this_machine(tmp_path, datas
     run(config, tmp_path / "other", max_step=1)
     again = prepare(type(config).model_validate(tree), tmp_path / "other", Recorder())
     assert again.config.model == config.model, "a run keeps its model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model__L_layers": 100_000}, ConfigError),
+        ({"model__L_cycles": 2**31 - 1}, ConfigError),
+        ({"model__hidden_size": 2**16}, MemoryBudgetError),
+        ({"training__supervision": "terminal", "training__depths": {0: 10**9}}, ConfigError),
+        ({"training__effective_batch_size": 2**31 - 1}, MemoryBudgetError),
+        ({"inference": {"depth": 2**31 - 1}}, ConfigError),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_absurd_sizes_are_refused_before_anything_is_built_or_measured(tmp_path, changes, error):
+    display = Recorder()
+    data = {"path": str(tmp_path / "set"), "build": BUILD_FILE}
+    with pytest.raises(error):
+        prepare(run_config(tmp_path, data=data, **changes), tmp_path / "run", display)
+    assert display.messages == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_without_a_model_is_checked_with_the_size_for_this_machine(tmp_path):
+    data = {"path": str(tmp_path / "set"), "build": BUILD_FILE}
+    config = run_config(tmp_path, data=data, training__effective_batch_size=2**31 - 1)
+    tree = config.model_dump(mode="json", exclude={"model"})
+    display = Recorder()
+    with pytest.raises(MemoryBudgetError):
+        prepare(type(config).model_validate(tree), tmp_path / "run", display)
+    (message,) = display.messages
+    assert "has no model section" in message
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_files_of_an_arc_recipe_are_read_by_the_build_only(tmp_path):
+    data = {"path": str(tmp_path / "set"), "build": {"test": [str(tmp_path / "missing.json")]}}
+    display = Recorder()
+    with pytest.raises(DataError, match=r"missing\.json"):
+        prepare(run_config(tmp_path, task="arc", data=data), tmp_path / "run", display)
+    assert display.messages == [f"There is no {tmp_path / 'set'} yet; building it."]
+    absurd = run_config(tmp_path, task="arc", data=data, model__hidden_size=2**16)
+    with pytest.raises(MemoryBudgetError):
+        prepare(absurd, tmp_path / "run", display)
 
 
 # Plans
@@ -149,7 +199,7 @@ def test_a_plan_for_another_device_is_not_kept(tmp_path, dataset):
 @pytest.mark.slow
 def test_a_plan_is_measured_explained_and_cached(tmp_path, dataset, monkeypatch):
     monkeypatch.setenv("TRM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("trm.planning.measurer.BUSY_PERCENT", 101)
+    monkeypatch.setattr("trm.planning.measurements.BUSY_PERCENT", 101)
     display = Recorder()
     config = run_config(dataset, plan={}, limits={"memory_limit_mb": 4000})
     job = prepare(config, tmp_path / "run", display)
@@ -173,4 +223,5 @@ def test_a_model_that_cannot_fit_is_refused_with_alternatives_and_fitted_on_requ
     job = prepare(config, tmp_path / "run", display, fit=True)
     assert 128 <= job.config.model.hidden_size < 1024
     assert job.plan.predicted_peak_bytes < 500 * 2**20
+    assert any("(smaller recipe 1 of " in text for text in display.messages)
     assert any("--fit changes it:\n  model.hidden_size=" in text for text in display.messages)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.pytorch.fused import add_and_normalize, split_heads, swiglu
+from trm.backends.pytorch.windows import windowed_attention
 from trm.config import ModelConfig
 from trm.tasks.base import GridLayout
 
@@ -119,6 +120,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, generator: Generator) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.window = config.attention_window
+        self.num_global = config.prefix_len + 1
         self.qkv_proj = Projection(config.hidden_size, 3 * config.hidden_size, generator)
         self.o_proj = Projection(config.hidden_size, config.hidden_size, generator)
 
@@ -127,8 +130,12 @@ class Attention(nn.Module):
         L, B, D = x_LBD.shape
         qkv = linear(x_LBD, self.qkv_proj.weight).view(L, B, 3, self.num_heads, D // self.num_heads)
         query, key, value = split_heads(qkv, angles)  # each (B, H, L, head size)
-        keys = None if mask is None else mask[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=keys)
+        if self.window is not None:
+            everywhere = x_LBD.new_ones(B, L, dtype=torch.bool) if mask is None else mask
+            mixed = windowed_attention((query, key, value), everywhere, self.window, self.num_global)
+        else:
+            keys = None if mask is None else mask[:, None, None, :]
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=keys)
         return linear(mixed.permute(2, 0, 1, 3).reshape(L, B, D), self.o_proj.weight)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
+from trm.arrays import IntArray
 from trm.backends.base import Program, StepResult, StepSettings, World, owned_slots
 from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
@@ -88,13 +89,15 @@ class TorchLearner:
                 elif gradient is not None:
                     tensor.grad.add_(gradient)
 
+        by_length = batch.by_length()
         with allocations(torn=False):
-            tensors = _StepTensors.of(self, batch)
+            tensors = _StepTensors.of(self, batch, by_length)
             compute = partial(self._gradients, tensors, settings.cycles)
             self.workers.map(len(batch), next_size, compute, add)
         total = float(sum(each.total for each in losses))
-        correct = torch.cat([each.correct_tokens for each in losses])
-        labelled = torch.cat([each.labelled_tokens for each in losses])
+        in_slot_order = partial(_in_slot_order, by_length)
+        correct = in_slot_order([each.correct_tokens for each in losses])
+        labelled = in_slot_order([each.labelled_tokens for each in losses])
         exact = exact_rows(correct, labelled)
         counts = np.array([total, float(correct.sum()), float(labelled.sum()), float(exact.sum())])
         self._sum_over_ranks(counts)
@@ -102,7 +105,7 @@ class TorchLearner:
         with allocations(torn=True):
             grad_norm = self._update(loss, tensors, settings)
         self.latents, self.spare = self.spare, self.latents
-        halt_margins = torch.cat([each.halt_margins for each in losses])
+        halt_margins = in_slot_order([each.halt_margins for each in losses])
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
@@ -125,7 +128,7 @@ class TorchLearner:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
         taken = tensors.take(rows)
         new_latents = self.model(taken.inputs, taken.puzzle_rows, taken.latents, cycles, taken.padding)
-        losses = slot_losses(self.model, new_latents[0], taken.labels, self.training)
+        losses = slot_losses(self.model, new_latents[0], taken.labels, self.training, taken.weights)
         mean = losses.total / self.program.num_slots
         gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
         tensors.keep(rows, new_latents)
@@ -198,11 +201,16 @@ class _MicroBatch(NamedTuple):
     padding: Tensor | None
     puzzle_rows: Tensor | None
     latents: Tensor
+    weights: Tensor | None
 
 
 @dataclass
 class _StepTensors:
-    """The tensors of one step, read and written slice by slice. Row i belongs to this rank's i-th slot."""
+    """The tensors of one step, read and written slice by slice. Row i belongs to this rank's i-th slot.
+
+    With `by_length`, a slice is one of that order, so that rows of similar length share a micro-batch and
+    little of it is padding.
+    """
 
     model: TinyRecursiveModel
     batch: Batch
@@ -215,12 +223,13 @@ class _StepTensors:
     new_latents: Tensor | None
     noise: float
     first_row: int  # of the latents
+    by_length: IntArray | None  # the order in which rows are computed; None for the order of the slots
     rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
     row_ids: Tensor | None = None
     row_of_slot: Tensor | None = None
 
     @classmethod
-    def of(cls, learner: TorchLearner, batch: Batch) -> _StepTensors:
+    def of(cls, learner: TorchLearner, batch: Batch, by_length: IntArray | None) -> _StepTensors:
         model = learner.model
         device = learner.device
         padding = None if batch.padding is None else to_tensor(batch.padding, device)
@@ -237,6 +246,7 @@ class _StepTensors:
             new_latents=learner.spare,
             noise=learner.training.noise,
             first_row=learner.first_row(batch),
+            by_length=by_length,
         )
         if model.config.puzzle_emb_ndim:
             identifiers = to_tensor(batch.puzzle_identifiers, device)
@@ -245,13 +255,14 @@ class _StepTensors:
             tensors.learned.append(tensors.rows)
         return tensors
 
-    def take(self, rows: slice) -> _MicroBatch:
+    def take(self, part: slice) -> _MicroBatch:
         """Return a micro-batch, trimmed to its own longest row."""
-        part = self.batch[rows].trimmed()
-        length = part.inputs.shape[1]
-        latents = self.model.start(len(part), length)
-        if part.noise_seeds is not None:
-            generators = (torch.Generator().manual_seed(int(seed)) for seed in part.noise_seeds)
+        rows = self._rows(part)
+        taken = self.batch[rows].trimmed()
+        length = taken.inputs.shape[1]
+        latents = self.model.start(len(taken), length)
+        if taken.noise_seeds is not None:
+            generators = (torch.Generator().manual_seed(int(seed)) for seed in taken.noise_seeds)
             drawn = [self.model.noise(generator, length) for generator in generators]
             latents = latents + self.noise * torch.cat(drawn, dim=2)
         if self.latents is not None:
@@ -261,19 +272,43 @@ class _StepTensors:
         if self.rows is not None and self.row_of_slot is not None:
             puzzle_rows = self.rows[self.row_of_slot[rows]]
         padding = None if self.padding is None else self.padding[rows, :length]
-        inputs = self.inputs[rows, :length]
-        return _MicroBatch(inputs, self.labels[rows, :length], padding, puzzle_rows, latents)
+        weights = None
+        if taken.weights is not None:
+            weights = to_tensor(taken.weights, self.inputs.device).to(self.model.initial_latents.dtype)
+        return _MicroBatch(
+            inputs=self.inputs[rows, :length],
+            labels=self.labels[rows, :length],
+            padding=padding,
+            puzzle_rows=puzzle_rows,
+            latents=latents,
+            weights=weights,
+        )
 
-    def keep(self, rows: slice, new_latents: Tensor) -> None:
+    def keep(self, part: slice, new_latents: Tensor) -> None:
         if self.new_latents is not None:
+            own = self._own(self._rows(part))
             positions = new_latents.shape[1]
-            self.new_latents[:, :positions, self._own(rows)] = new_latents.detach()
+            self.new_latents[:, :positions, own] = new_latents.detach()
             # What remains of an earlier, wider step would not survive a checkpoint.
-            self.new_latents[:, positions:, self._own(rows)] = 0
+            self.new_latents[:, positions:, own] = 0
 
-    def _own(self, rows: slice) -> slice:
+    def _rows(self, part: slice) -> slice | IntArray:
+        """Return the rows of a slice of the order of computation."""
+        return part if self.by_length is None else self.by_length[part]
+
+    def _own(self, rows: slice | IntArray) -> slice | IntArray:
         """Return the place of these rows in this rank's latents."""
-        return slice(self.first_row + rows.start, self.first_row + rows.stop)
+        if isinstance(rows, slice):
+            return slice(self.first_row + rows.start, self.first_row + rows.stop)
+        return self.first_row + rows
+
+
+def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:
+    """Join what was computed per micro-batch, row i for the i-th slot."""
+    joined = torch.cat(parts)
+    if by_length is None:
+        return joined
+    return joined[to_tensor(np.argsort(by_length), joined.device)]
 
 
 def learner(program: Program, execution: Execution, world: World) -> TorchLearner:

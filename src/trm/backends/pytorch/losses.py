@@ -34,11 +34,16 @@ def probabilities(logits: Tensor, loss: str) -> Tensor:
     return wide.softmax(-1) if loss == "softmax_cross_entropy" else log_stablemax(wide).exp()
 
 
-def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, loss: str, smoothing: float = 0.0) -> Tensor:
+    """Return the cross-entropy of each label, of which `smoothing` is spread evenly over all outputs."""
     wide = widened(logits)
     if loss == "softmax_cross_entropy":
-        return F.cross_entropy(wide, labels, reduction="none")
-    return -log_stablemax(wide).gather(-1, labels[:, None]).squeeze(-1)
+        return F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
+    log_probabilities = log_stablemax(wide)
+    of_label = -log_probabilities.gather(-1, labels[:, None]).squeeze(-1)
+    if not smoothing:
+        return of_label
+    return (1 - smoothing) * of_label - smoothing * log_probabilities.mean(-1)
 
 
 class SlotLosses(NamedTuple):
@@ -49,14 +54,21 @@ class SlotLosses(NamedTuple):
 
 
 def slot_losses(
-    model: TinyRecursiveModel, y_LBD: Tensor, labels_BL: Tensor, training: TrainingConfig
+    model: TinyRecursiveModel,
+    y_LBD: Tensor,
+    labels_BL: Tensor,
+    training: TrainingConfig,
+    weights_B: Tensor | None = None,
 ) -> SlotLosses:
+    """`weights_B` scale the loss of each slot's answer; halting is learned alike from all of them."""
     labelled = labels_BL != IGNORE_LABEL
     slot_of = labelled.nonzero()[:, 0]
     labels = labels_BL[labelled]
     logits = model.token_logits(model.answer_positions(y_LBD)[labelled])
     counts = labelled.sum(-1)
-    per_token = token_losses(logits, labels, training.loss) / counts[slot_of]
+    per_token = token_losses(logits, labels, training.loss, training.label_smoothing) / counts[slot_of]
+    if weights_B is not None:
+        per_token = per_token * weights_B[slot_of]
     with torch.no_grad():
         right = (logits.argmax(-1) == labels).long()
         correct = torch.zeros_like(counts).index_add_(0, slot_of, right)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from trm.backends.base import Program
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.optim import OPTIMIZERS
+from trm.backends.sizes import count_latents, count_positions, count_weights
+from trm.config import ModelConfig
 from trm.plan import Execution
+from trm.tasks.base import DataSpec
 
 _BYTES = 4  # weights, moments and losses are float32
 _TEMPORARY_COPIES = 3  # of the weights, during an update; measured
@@ -29,37 +33,58 @@ _WORK = 1.3  # gradients and intermediate results of the backward pass, relative
 
 def state_bytes(program: Program) -> int:
     """Return the size of everything except the examples that are being computed."""
+    model = program.model
     training = program.training
-    network = _shapes_only(program)
-    weights = sum(parameter.numel() for parameter in network.parameters())
     copies = 2 + OPTIMIZERS[training.optimizer].state_copies + training.ema  # 2: weights and gradients
-    rows = program.data.num_puzzle_identifiers * program.model.puzzle_emb_ndim
+    weights = count_weights(model, program.data)
+    rows = program.data.num_puzzle_identifiers * model.puzzle_emb_ndim
     fixed = ((copies + _TEMPORARY_COPIES) * weights + rows) * _BYTES
     if training.supervision == "deep":  # latents before and after the step
-        fixed += 2 * program.num_slots * _size(network.start(1))
+        fixed += 2 * program.num_slots * count_latents(model, program.data) * _activation_bytes(model)
     return fixed
 
 
 def estimate(program: Program, execution: Execution) -> MemoryModel:
     model = program.model
-    network = _shapes_only(program)
-    kept = _kept_for_backward(network)
+    kept = _kept_for_backward(model, program.data)
     layers = model.block_passes_per_cycle * model.num_layers
     every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
     if every:  # a recomputed layer keeps its input; while one is recomputed, it keeps what it needs
         recomputed = layers / model.num_layers * math.ceil(model.num_layers / every)
-        inputs = recomputed * _size(network.start(1)[0])
+        inputs = (
+            recomputed * count_positions(model, program.data) * model.hidden_size * _activation_bytes(model)
+        )
         kept = kept * (1 - recomputed / layers) + inputs + kept / layers
     logits = program.data.max_len * program.data.num_outputs * _BYTES * 6
     return MemoryModel(state_bytes(program), int(_WORK * kept + logits))
 
 
-def _shapes_only(program: Program) -> TinyRecursiveModel:
-    return TinyRecursiveModel(program.model, program.data, seed=None)
+def _activation_bytes(model: ModelConfig) -> int:
+    return 2 if model.forward_dtype == "bfloat16" else _BYTES
 
 
-def _kept_for_backward(network: TinyRecursiveModel) -> float:
-    """Return the bytes for one example, with each storage counted once and weights not at all."""
+def _kept_for_backward(model: ModelConfig, data: DataSpec) -> float:
+    """Return the bytes for one example.
+
+    They are linear in the passes through the block and in the layers of each, so three small networks give
+    the numbers of one with any number of layers and cycles.
+    """
+
+    def at(layers: int, cycles: int) -> float:
+        sizes = {"L_layers": layers, "H_layers": layers, "L_cycles": cycles}
+        few = replace(data, num_puzzle_identifiers=1)
+        return _kept_by(TinyRecursiveModel(model.model_copy(update=sizes), few, seed=None))
+
+    smallest = at(1, 1)
+    passes = model.block_passes_per_cycle
+    fewest = min(passes, 2)  # the transformer variant has one, whatever its cycles
+    per_layer = (at(2, 1) - smallest) / fewest
+    per_pass = at(1, 2) - smallest - per_layer
+    return smallest + per_layer * (passes * model.num_layers - fewest) + per_pass * (passes - fewest)
+
+
+def _kept_by(network: TinyRecursiveModel) -> float:
+    """Return what autograd keeps, with each storage counted once and weights not at all."""
     weights = {id(parameter.untyped_storage()) for parameter in network.parameters()}
     num_positions = network.num_positions
     stores: dict[int, tuple[object, int]] = {}
@@ -77,10 +102,6 @@ def _kept_for_backward(network: TinyRecursiveModel) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(inputs, rows if network.config.puzzle_emb_ndim else None, network.start(1), cycles=1)
     return float(sum(size for _, size in stores.values()))
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # torch has no exception for this; oneDNN and the C++ library have messages of their own.

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from macbook_optimization.errors import CheckpointError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import open_input
+from macbook_optimization.output_files import OutputFile
 from trm.backends.state_dict_files import StoredTensor, stored_tensors
 from trm.config import ModelConfig
 
@@ -58,26 +62,23 @@ def to_reference(
     return {f"{prefix}{name}": tensor.clone() for name, tensor in renamed.items()}
 
 
-def write_reference_file(state: Mapping[str, Tensor], file: Path) -> None:
-    file = file.resolve()
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        torch.save(dict(state), partial)
-        partial.replace(file)
-    except (OSError, RuntimeError) as error:  # torch reports a missing directory as RuntimeError
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"Cannot write {file}: {error}") from error
+def write_reference_file(state: Mapping[str, Tensor], file: OutputFile) -> None:
+    content = BytesIO()
+    torch.save(dict(state), content)
+    file.write(content.getvalue())
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a `.pt` file; raise `CheckpointError` for anything but plain tensors."""
     tensors = stored_tensors(file)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with open_input(file) as opened, zipfile.ZipFile(opened) as archive:
             stored = sum(entry.file_size for entry in archive.infolist())
             if sum(math.prod(tensor.size) for tensor in tensors.values()) > stored:  # each is copied
                 raise ValueError("its tensors are larger than the file")
             return {name: _read_tensor(archive, tensor) for name, tensor in tensors.items()}
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {file}: {reason_of(error)}", hint_for(error)) from error
     except (zipfile.BadZipFile, LookupError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{file}: its contents are inconsistent ({error})") from error
 

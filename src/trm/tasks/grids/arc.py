@@ -8,6 +8,7 @@ grids rotated or reflected). At test time the answers of all augmentations are m
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +20,25 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.json_types import parse_json
+from macbook_optimization.units import MIB
 from macbook_optimization.worker_pool import ordered
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, Batch
-from trm.config import CountOrZero, Section, parse_section
+from trm.config import Count, CountOrZero, Section, parse_section
 from trm.tasks.base import DataSpec, GridLayout, Progress, Question, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.dataset_writer import DatasetWriter
 from trm.tasks.grids.arc_puzzles import (
     FIRST_COLOUR,
     GRID_HINT,
+    MAX_INPUT_MB,
     NUM_COLOURS,
     OUTSIDE,
     SIZE,
     ArcPuzzle,
     Augmentation,
+    InputBudget,
     Pair,
     as_json,
     augmentations_of,
@@ -71,6 +76,8 @@ class BuildOptions(Section):
     """Seed of the augmentations."""
     overlap: Literal["refuse", "drop", "allow"] = "refuse"
     """What to do with tasks in `train` that are also in `test`; `drop` removes them from training."""
+    max_input_mb: Count = MAX_INPUT_MB
+    """Most MiB to read from all files together."""
 
 
 class ArcTask(ArcView):
@@ -86,8 +93,12 @@ class ArcTask(ArcView):
     def spec(self, options: Mapping[str, object]) -> DataSpec:
         """Return the spec with an upper bound of identifiers, as small grids have fewer augmentations."""
         parsed = parse_section(BuildOptions, options, "data.build")
-        num_puzzles = len(_read_all(parsed.train)) + len(_read_all(parsed.test))
+        num_puzzles = sum(map(len, _read_all(parsed)))
         return replace(_SPEC, num_puzzle_identifiers=1 + num_puzzles * (1 + parsed.augmentations))
+
+    def least_spec(self) -> DataSpec:
+        """Return the spec of any dataset with the fewest identifiers, as only the files say how many."""
+        return _SPEC
 
     def complete(self, spec: DataSpec) -> DataSpec:
         expected = (_SPEC.max_len, _SPEC.vocab_size, _SPEC.num_outputs)
@@ -102,11 +113,12 @@ class ArcTask(ArcView):
         self, options: Mapping[str, object], directory: Path, progress: Progress, jobs: int = 1
     ) -> None:
         parsed = parse_section(BuildOptions, options, "data.build")
-        train_puzzles, test_puzzles = _select_puzzles(parsed)
-        tagged = [(puzzle, False) for puzzle in train_puzzles] + [(puzzle, True) for puzzle in test_puzzles]
         augment = partial(_augmented, parsed.augmentations, parsed.seed)
         made_by = {"task": self.name, "options": parsed.model_dump(mode="json")}
-        with DatasetWriter(directory, made_by) as writer:
+        with DatasetWriter(directory, made_by) as writer:  # first, so that a bad path costs no time
+            train_puzzles, test_puzzles = _select_puzzles(parsed)
+            tagged = [(puzzle, False) for puzzle in train_puzzles]
+            tagged += [(puzzle, True) for puzzle in test_puzzles]
             train = writer.split("train", _SPEC, ignore_label=0)
             test = writer.split("test", _SPEC, ignore_label=0)
             for number, puzzle in enumerate(ordered(augment, tagged, min(jobs, len(tagged)))):
@@ -134,14 +146,14 @@ class ArcTask(ArcView):
         return replace(batch, inputs=inputs, labels=labels)
 
     def scorer(self, split: Split) -> Scorer:
-        return Votes(split.directory.parent)
+        return Votes(split)
 
     def read(self, source: bytes, spec: DataSpec) -> Question:
         """Parse a grid as JSON, or as rows of digits separated by white space."""
         text = source.decode("utf-8-sig", errors="replace")
         try:
-            rows = json.loads(text) if text.lstrip().startswith("[") else [list(row) for row in text.split()]
-        except (ValueError, RecursionError) as error:
+            rows = parse_json(text) if text.lstrip().startswith("[") else [list(row) for row in text.split()]
+        except ValueError as error:
             raise DataError(f"This is not a grid: {error}", hint=GRID_HINT) from error
         return Question(canvas_of(grid_of(rows, "this")).reshape(-1).astype(np.int64))
 
@@ -163,20 +175,32 @@ class ArcTask(ArcView):
 TASK = ArcTask()
 
 
-def _read_all(paths: tuple[Path, ...]) -> list[ArcPuzzle]:
-    return [puzzle for path in paths for puzzle in read_puzzles(path)]
+def _read_all(options: BuildOptions) -> tuple[list[ArcPuzzle], list[ArcPuzzle]]:
+    """Return the puzzles of `train` and those of `test`."""
+    budget = InputBudget(options.max_input_mb * MIB)
+    train = [puzzle for path in options.train for puzzle in read_puzzles(path, budget)]
+    test = [puzzle for path in options.test for puzzle in read_puzzles(path, budget)]
+    return train, test
 
 
 def _select_puzzles(options: BuildOptions) -> tuple[list[ArcPuzzle], list[ArcPuzzle]]:
     """Return the puzzles for training and for testing, without those in both unless that is allowed."""
-    train = _read_all(options.train)
-    test = _read_all(options.test)
+    train, test = _read_all(options)
+    _require_different_names(test)
     if options.overlap == "allow":
         return train, test
     in_both = overlap(train, test)
     if in_both and options.overlap == "refuse":
         raise overlap_error(in_both, len(train))
     return [puzzle for puzzle in train if puzzle.name not in in_both], test
+
+
+def _require_different_names(puzzles: list[ArcPuzzle]) -> None:
+    """Votes and submissions identify a test task by its name."""
+    counts = Counter(puzzle.name for puzzle in puzzles)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise DataError(f"Several test tasks are named {repeated[0]}", hint="Rename or remove all but one.")
 
 
 @dataclass(frozen=True, slots=True)

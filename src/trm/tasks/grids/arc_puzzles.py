@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.file_errors import hint_for, reason_of
+from macbook_optimization.input_files import TooLargeError, read_input
+from macbook_optimization.json_types import parse_json
+from macbook_optimization.units import MIB
 from trm.arrays import IntArray
 
 SIZE = 30
 OUTSIDE, END, FIRST_COLOUR = 0, 1, 2
 NUM_COLOURS = 10
 _DRAWS_PER_AUGMENTATION = 5  # small grids have few different augmentations, so a draw may give a known one
-_MAX_FILE_BYTES = 64 * 2**20
+MAX_INPUT_MB = 256
 _MAX_SHOWN_TASKS = 5
 _SEPARATOR = "|||"  # between a task's name, transform and colours, as the reference implementation writes it
 _UNKNOWN = b"?"  # in place of an answer, where grids are hashed
@@ -98,17 +101,37 @@ def crop(tokens: IntArray) -> Grid:
     return (canvas[:num_rows, :num_columns] - FIRST_COLOUR).astype(np.uint8)
 
 
-def read_puzzles(path: Path) -> list[ArcPuzzle]:
+@dataclass(slots=True)
+class InputBudget:
+    """Limits what is read from all files of a build together."""
+
+    max_bytes: int = MAX_INPUT_MB * MIB
+    num_bytes: int = 0
+
+    def read(self, file: Path) -> bytes:
+        try:
+            content = read_input(file, self.max_bytes - self.num_bytes)
+        except TooLargeError as error:
+            raise DataError(
+                f"The files up to {file} have more than {self.max_bytes // MIB:,} MiB",
+                hint="Raise the limit with --max-input-mb, or data.build.max_input_mb in a recipe.",
+            ) from error
+        self.num_bytes += len(content)
+        return content
+
+
+def read_puzzles(path: Path, budget: InputBudget | None = None) -> list[ArcPuzzle]:
     """Read a file of one task, a file of many with its solutions beside it, or a directory of such files."""
+    budget = budget or InputBudget()
     files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
     files = [file for file in files if not file.stem.endswith("solutions")]
     if not files:
         raise DataError(f"There is no task in {path}", hint="Name a directory of ARC tasks, or a JSON file.")
-    return [puzzle for file in files for puzzle in _read_file(file)]
+    return [puzzle for file in files for puzzle in _read_file(file, budget)]
 
 
-def _read_file(file: Path) -> list[ArcPuzzle]:
-    content = _read_json(file)
+def _read_file(file: Path, budget: InputBudget) -> list[ArcPuzzle]:
+    content = _read_json(file, budget)
     if not isinstance(content, dict):
         raise DataError(f"{file} is not an ARC task: it is not a JSON object")
     if "train" in content and "test" in content:
@@ -116,20 +139,21 @@ def _read_file(file: Path) -> list[ArcPuzzle]:
     solutions_file = file.with_name(file.name.replace("challenges", "solutions"))
     solutions = {}
     if solutions_file != file and solutions_file.is_file():
-        solutions = _read_json(solutions_file)
+        solutions = _read_json(solutions_file, budget)
         if not isinstance(solutions, dict):
             raise DataError(f"{solutions_file} does not hold solutions: it is not a JSON object")
     return [puzzle_of(name, task, str(file), solutions.get(name)) for name, task in content.items()]
 
 
-def _read_json(file: Path) -> Any:
+def _read_json(file: Path, budget: InputBudget) -> Any:
     try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise DataError(f"{file} is larger than {_MAX_FILE_BYTES // 2**20} MiB; an ARC file is not")
-        return json.loads(file.read_bytes())
+        return parse_json(budget.read(file))
     except OSError as error:
-        raise DataError(f"Cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+        hint = hint_for(error, "Name a directory of ARC tasks, or a JSON file.")
+        raise DataError(f"Cannot read {file}: {reason_of(error)}", hint=hint) from error
+    except MemoryError as error:
+        raise DataError(f"{file} does not fit into memory", hint="Use a part of it.") from error
+    except ValueError as error:
         raise DataError(f"{file} is not readable as JSON: {error}") from error
 
 

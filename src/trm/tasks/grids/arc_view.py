@@ -31,8 +31,11 @@ class ArcView:
         ]
         return "\n".join(lines) or "(an empty grid)"
 
-    def legend(self, changes: bool, color: bool) -> str:
-        return "changes are starred" if changes else ""
+    def legend(self, shown: str, changes: bool, color: bool) -> str:
+        parts = [] if color else ["digits are colours"]
+        if changes:
+            parts.append("changes are starred")
+        return "; ".join(parts)
 
     def picture(self, question: IntArray, answer: IntArray, label: IntArray | None) -> Picture:
         """Draw the answer. Cells that only the answer or only the label has are wrong, too."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from macbook_optimization.units import counted
 from trm.arrays import BoolArray, FloatArray, IntArray, WordArray
 from trm.batch import IGNORE_LABEL
 from trm.config import Count
@@ -138,7 +139,8 @@ class MazeTask(GridTask[BuildOptions]):
         num_marked = int(on_path.sum())
         num_needed = _shortest_distance(question) - 1
         if num_marked != num_needed:
-            return f"{num_marked} cells are marked; a shortest path has {num_needed}"
+            are = "is" if num_marked == 1 else "are"
+            return f"{counted(num_marked, 'cell')} {are} marked; a shortest path has {num_needed}"
         return "the marked cells do not lead from S to G"
 
     def cell(self, symbols: str, given: int, answer: int, changed: bool, color: bool) -> str:
@@ -152,9 +154,13 @@ class MazeTask(GridTask[BuildOptions]):
         style = GREEN if changed else BOLD
         return f"{style}{symbol}{RESET} "
 
-    def legend(self, changes: bool, color: bool) -> str:
-        path = "o is the path from S to G"
-        return f"{path}; changes are {style_of_changes(color)}" if changes else path
+    def legend(self, shown: str, changes: bool, color: bool) -> str:
+        parts = ["# is a wall", "o is the path from S to G"]
+        if "!" in shown:
+            parts.append("! is a cell where the answer changes the maze")
+        if changes:
+            parts.append(f"changes are {style_of_changes(color)}")
+        return "; ".join(parts)
 
     def tile(self, symbols: str, given: int, answer: int, wrong: bool) -> Tile:
         text = {START: "S", GOAL: "G"}.get(answer, "")

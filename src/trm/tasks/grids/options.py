@@ -24,7 +24,9 @@ class GridOptions(Section):
     seed: CountOrZero = 0
     """Seed for generation, and for the order of the rows of a file."""
     file: Path | None = Field(None, alias="from")
-    """File to read examples from, instead of generating them."""
+    """File to read examples from, instead of generating them; `-` is standard input."""
+    max_input_mb: Count = 1024
+    """Most MiB of text to read from the file, counted after it is unpacked."""
     source: str | None = None
     """Value of the file's `source` column that selects the training rows. The default is all rows."""
     test_source: str | None = None

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from macbook_optimization.durable_files import replace_file
-from macbook_optimization.errors import DataError
+from macbook_optimization.output_files import OutputFile
 from trm.tasks.base import Picture, Tile
 
 _LONGEST_SIDE_PIXELS = 640  # approximately: tiles have whole pixels
@@ -21,13 +19,13 @@ _FRAME_MILLISECONDS = 400
 _LAST_FRAME_MILLISECONDS = 3000
 
 
-def write_png(file: Path, picture: Picture) -> None:
+def write_png(file: OutputFile, picture: Picture) -> None:
     content = BytesIO()
     draw(picture).save(content, "PNG", optimize=True)
-    _write(file, content.getvalue())
+    file.write(content.getvalue())
 
 
-def write_gif(file: Path, pictures: Sequence[Picture]) -> None:
+def write_gif(file: OutputFile, pictures: Sequence[Picture]) -> None:
     """Write one frame per step and show the last one longer. Grids of different sizes share a canvas."""
     images = [draw(picture) for picture in pictures]
     size = (max(image.width for image in images), max(image.height for image in images))
@@ -37,7 +35,7 @@ def write_gif(file: Path, pictures: Sequence[Picture]) -> None:
     durations = [_FRAME_MILLISECONDS] * (len(frames) - 1) + [_LAST_FRAME_MILLISECONDS]
     content = BytesIO()
     frames[0].save(content, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
-    _write(file, content.getvalue())
+    file.write(content.getvalue())
 
 
 def draw(picture: Picture) -> Image.Image:
@@ -75,10 +73,3 @@ def _draw_tile(
         frame = (x + 1, y + 1, x + side - 1, y + side - 1)
         pen.rectangle(frame, outline="white", width=width + 2)
         pen.rectangle(frame, outline=_WRONG, width=width)
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        replace_file(file, content)
-    except OSError as error:
-        raise DataError(f"{file} cannot be written: {error.strerror or error}") from error

@@ -1,51 +1,35 @@
 """Examples of a grid task, read from a file of puzzles and verified.
 
-A file is CSV with a header, CSV without one (question, answer), or text with one puzzle per line; plain, gzip
-or xz. No test example is a copy of a training example. All problems of a file are reported by line.
+No test example is a copy of a training example. All problems of a file are reported by line.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import lzma
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.units import MIB, counted
 from macbook_optimization.worker_pool import ordered
 from trm.tasks.base import Progress
 from trm.tasks.grids.examples import Examples, Grids, examples_of, join
 from trm.tasks.grids.options import GridOptions, OptionsT
+from trm.tasks.grids.puzzle_rows import Row, read_rows
 
 if TYPE_CHECKING:
     from trm.tasks.grids.task import GridTask
 
 _ROWS_PER_CHUNK = 1000
 _MAX_SHOWN_PROBLEMS = 5
-_QUESTION_NAMES = ("question", "puzzle", "quizzes", "quiz", "q")
-_ANSWER_NAMES = ("answer", "solution", "solutions", "a")
 _INT32 = np.iinfo(np.int32)
 Value = TypeVar("Value")
 Solution: TypeAlias = tuple[
     Grids | None, str | None
 ]  # a grid, or why there is none; neither without a solver
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One puzzle of a file, as text."""
-
-    line: int  # counted from 1, for messages
-    question: str
-    answer: str | None = None
-    source: str | None = None
-    rating: str | None = None
 
 
 def read_splits(
@@ -60,7 +44,7 @@ def read_splits(
 def _rows_of(options: GridOptions) -> list[Row]:
     if options.file is None:
         raise ValueError("read_splits needs options with a file")
-    return read_rows(options.file)
+    return read_rows(options.file, options.size**2, options.max_input_mb * MIB)
 
 
 def _select(rows: Sequence[Row], options: GridOptions) -> tuple[list[Row], list[Row]]:
@@ -71,11 +55,11 @@ def _select(rows: Sequence[Row], options: GridOptions) -> tuple[list[Row], list[
     if options.test_source:
         num_train = options.train or len(own)
         test = [row for row in shuffled if row.source == options.test_source]
-        counts = f"{len(own)} puzzles for training and {len(test)} for testing"
+        counts = f"{counted(len(own), 'puzzle')} for training and {len(test)} for testing"
     else:
         num_train = options.train or len(own) - options.test
         test = own[max(0, num_train) :]
-        counts = f"{len(own)} puzzles"
+        counts = counted(len(own), "puzzle")
     if num_train < 1 or num_train > len(own) or len(test) < options.test:
         raise _too_few(rows, options, counts)
     return own[:num_train], test
@@ -202,58 +186,3 @@ def _rating(row: Row) -> int | None:
         return int(np.clip(float(row.rating), _INT32.min, _INT32.max))
     except ValueError as error:
         raise DataError(f"the rating {row.rating!r} is not a number") from error
-
-
-def read_rows(path: Path) -> list[Row]:
-    lines = _read_cells(path)
-    header = [cell.strip().lower() for cell in lines[0][1]]
-    if not set(header) & set(_QUESTION_NAMES):
-        return [Row(line, cells[0], _cell(cells, 1)) for line, cells in lines]
-    question = _column(header, _QUESTION_NAMES)
-    answer = _column(header, _ANSWER_NAMES)
-    source = _column(header, ("source",))
-    rating = _column(header, ("rating",))
-    return [
-        Row(
-            line=line,
-            question=_cell(cells, question) or "",
-            answer=_cell(cells, answer),
-            source=_cell(cells, source),
-            rating=_cell(cells, rating),
-        )
-        for line, cells in lines[1:]
-    ]
-
-
-def _read_cells(path: Path) -> list[tuple[int, list[str]]]:
-    """Return the line number and the cells of every row that is not empty."""
-    try:
-        with _open_text(path) as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, cells) for cells in reader if any(cells)]
-    except FileNotFoundError as error:
-        raise DataError(f"There is no puzzle file {path}", hint="Name one with --from FILE.") from error
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a file of puzzles: {error}") from error
-    if not lines:
-        raise DataError(f"{path} is empty")
-    return lines
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8-sig", newline="")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")  # spreadsheets write a byte order mark
-
-
-def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
-    """Return the index of the first of these names that the header has."""
-    return next((header.index(name) for name in names if name in header), None)
-
-
-def _cell(cells: Sequence[str], column: int | None) -> str | None:
-    if column is None or column >= len(cells):
-        return None
-    return cells[column] or None

@@ -183,9 +183,15 @@ class SudokuTask(GridTask[BuildOptions]):
             lines.append(" |".join("".join(stack) for stack in stacks))
         return "\n".join(lines)
 
-    def legend(self, changes: bool, color: bool) -> str:
-        given = f"given digits are {'bold' if color else 'in brackets'}"
-        return f"{given}, changes {style_of_changes(color)}" if changes else given
+    def legend(self, shown: str, changes: bool, color: bool) -> str:
+        parts = [f"given digits are {'bold' if color else 'in brackets'}"]
+        if "!" in shown:
+            parts.append("! precedes a digit that replaces a given one")
+        if "." in shown:
+            parts.append(". is a cell that the answer leaves empty")
+        if changes:
+            parts.append(f"changes are {style_of_changes(color)}")
+        return "; ".join(parts)
 
     def tile(self, symbols: str, given: int, answer: int, wrong: bool) -> Tile:
         if given > 0:

@@ -126,10 +126,9 @@ class GridTask(GridView, Generic[OptionsT]):
     ) -> None:
         parsed = parse_section(self.Options, options, "data.build")
         make_splits = generate_splits if parsed.file is None else read_splits
-        splits = make_splits(self, parsed, progress, jobs)
         made_by = {"task": self.name, "options": parsed.model_dump(mode="json", by_alias=True)}
-        with DatasetWriter(directory, made_by) as writer:
-            for name, examples in splits.items():
+        with DatasetWriter(directory, made_by) as writer:  # first, so that a bad path costs no time
+            for name, examples in make_splits(self, parsed, progress, jobs).items():
                 split = writer.split(name, self._spec(parsed.size), ignore_label=0)
                 split.add_examples(
                     inputs=_flat_tokens(examples.questions),

@@ -74,7 +74,7 @@ class GridView(ABC):
     def join_rows(self, rows: list[list[str]]) -> str:
         return "\n".join("".join(row) for row in rows)
 
-    def legend(self, changes: bool, color: bool) -> str:
+    def legend(self, shown: str, changes: bool, color: bool) -> str:
         return f"changes are {style_of_changes(color)}" if changes else ""
 
     # As a picture

@@ -198,6 +198,7 @@ def test_files_of_a_competition_are_read_with_their_solutions(tmp_path):
         ('{"train": [{"input": [[1]]}], "test": []}', "does not have the format of ARC tasks"),
         ('{"train": [{"input": [[11]], "output": [[1]]}], "test": []}', "colours are 0 to 9"),
         ('{"abc": {"train": 3, "test": 4}}', "task abc does not have the format"),
+        ('{"abc": {"train": [], "test": []}, "abc": {}}', "the key 'abc' is given twice"),
         ('{"a|||b": {"train": [], "test": []}}', r"must not contain \|\|\|"),
     ],
 )
@@ -269,10 +270,90 @@ def test_among_equally_many_votes_the_more_confident_answer_comes_first(voting):
     assert passes(votes) == (1.0, 1.0)
 
 
-def test_a_submission_has_two_attempts_even_without_any_answer(voting):
-    votes, _ = voting
-    assert votes.submission()["ask"] == [{"attempt_1": [[0]], "attempt_2": [[0]]}] * 2
+def test_votes_and_confidence_decide_as_worked_out_by_hand(tmp_path):
+    """One test in five augmentations; the answers below are those after mapping back.
+
+        augmentation  answer  halt logit
+        0             A           2.0
+        1             B           5.0
+        2             A          -1.0
+        3             B          -4.5
+        4             C           9.0
+
+    A and B have two votes each, C has one. The mean halt logit is (2.0 - 1.0) / 2 = 0.5 for A and
+    (5.0 - 4.5) / 2 = 0.25 for B, so A is the first attempt and B, which is right, the second. C is the most
+    confident, but alone.
+    """
+    a, b, c = [[1, 1], [0, 2]], [[2, 0], [1, 1]], [[3]]
+    pair = {"input": [[1, 2], [3, 4]], "output": b}
+    (tmp_path / "task.json").write_text(json.dumps({"train": [pair], "test": [pair]}))
+    TASK.build({"test": [str(tmp_path / "task.json")], "augmentations": 4}, tmp_path / "set", quiet)
+    split = open_split(tmp_path / "set", "test")
+    votes = TASK.scorer(split)
+    batch = split.batch(np.arange(5))
+    augmentations = [Augmentation.from_name(votes.names[each])[1] for each in batch.puzzle_identifiers]
+    answers = [
+        tokens_of(augmentation.apply(np.array(grid, dtype=np.uint8)))
+        for augmentation, grid in zip(augmentations, (a, b, a, b, c), strict=True)
+    ]
+    votes.add(batch, answers_of(np.stack(answers), [2.0, 5.0, -1.0, -4.5, 9.0]))
+    assert votes.submission() == {"task": [{"attempt_1": a, "attempt_2": b}]}
+    assert passes(votes) == (0.0, 1.0)
+    assert votes.metrics().scalars["exact_accuracy"] == 0.4
+    assert votes.unanswered() == 0
+
+
+def test_a_submission_without_an_answer_to_every_test_is_refused(voting):
+    votes, batch = voting
     assert passes(votes) == (0.0, 0.0)
+    votes.add(batch[:1], answers_of(batch.labels[:1]))
+    with pytest.raises(DataError, match="1 of 2 tests were not evaluated"):
+        votes.submission()
+    assert passes(votes) == (1.0, 1.0), "of the tests that were evaluated"
+
+
+def test_an_answer_that_is_not_a_grid_has_no_vote(voting):
+    votes, batch = voting
+    answers = batch.labels.copy()
+    answers[:8] = 0  # four of five augmentations
+    votes.add(batch, answers_of(answers))
+    assert passes(votes) == (1.0, 1.0)
+    for test, (_, answer) in zip(votes.submission()["ask"], votes.puzzles["ask"].tests, strict=True):
+        assert test == {"attempt_1": answer.tolist(), "attempt_2": answer.tolist()}
+
+
+def test_tests_to_which_no_answer_is_a_grid_are_counted(voting):
+    votes, batch = voting
+    answers = batch.labels.copy()
+    answers[::2] = 0  # the first test in every augmentation
+    votes.add(batch, answers_of(answers))
+    assert votes.unanswered() == 1
+    assert passes(votes) == (0.5, 0.5)
+    assert votes.submission()["ask"][0] == {"attempt_1": [[0]], "attempt_2": [[0]]}
+
+
+def test_the_first_example_of_every_test_is_found(voting, tmp_path):
+    votes, _ = voting
+    split = open_split(tmp_path / "set", "test")
+    assert votes.first_asked(split, np.arange(10)) == [0, 1]
+    assert votes.first_asked(split, np.array([8, 6, 3])) == [0, 2]
+    assert votes.first_asked(split, np.array([8, 6])) == [0, None]
+
+
+@pytest.mark.parametrize("names", [[], ["<blank>", "ask|||x"], 3, {"a": "b"}])
+def test_puzzle_identifiers_without_a_valid_name_are_an_error(voting, tmp_path, names):
+    (tmp_path / "set" / "identifiers.json").write_text(json.dumps(names))
+    _, batch = voting
+    with pytest.raises(DataError, match="Puzzle identifier 1 has no valid name"):
+        TASK.scorer(open_split(tmp_path / "set", "test")).add(batch, answers_of(batch.labels))
+
+
+def test_two_test_tasks_of_one_name_are_refused(tmp_path):
+    for directory, seed in (("one", 1), ("two", 2)):
+        task_file(tmp_path / directory, "same", seed)
+    options = {"test": [str(tmp_path / "one"), str(tmp_path / "two")], "augmentations": 1}
+    with pytest.raises(DataError, match="Several test tasks are named same"):
+        TASK.build(options, tmp_path / "set", quiet)
 
 
 def test_a_dataset_without_its_test_tasks_cannot_be_scored(voting, tmp_path):
@@ -316,6 +397,8 @@ def test_changes_are_starred():
     assert TASK.show(before, after, before, color=False) == "1 2 \n3 5*"
     larger = tokens_of(np.array([[1, 2, 3]]))
     assert TASK.show(before, larger, before, color=False) == "1*2*3*"
+    assert TASK.legend("1*2*3*", changes=True, color=False) == "digits are colours; changes are starred"
+    assert TASK.legend("1 2 3 ", changes=False, color=True) == ""
 
 
 @pytest.mark.slow

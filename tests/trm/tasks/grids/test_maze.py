@@ -248,3 +248,15 @@ def test_any_shortest_path_scores_as_valid_and_only_the_label_as_exact():
 
 def test_a_scorer_without_answers_reports_zeros():
     assert set(TASK.scorer(None).metrics().scalars.values()) == {0.0}
+
+
+def test_the_legend_explains_what_is_shown():
+    right = read_answer("S.#..\no.#..\nooo..\n##o#.\n..ooG")
+    wrong = read_answer("S.#..\no.#..\nooo..\n#.o#.\n..ooG")
+    plain = "# is a wall; o is the path from S to G"
+    shown = TASK.show(read(MAZE), right, None, color=False)
+    assert TASK.legend(shown, changes=False, color=False) == plain
+    shown = TASK.show(read(MAZE), wrong, right, color=False)
+    assert "!" in shown
+    marks = f"{plain}; ! is a cell where the answer changes the maze; changes are starred"
+    assert TASK.legend(shown, changes=True, color=False) == marks

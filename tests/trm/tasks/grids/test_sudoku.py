@@ -165,6 +165,22 @@ def test_answers_are_shown_with_given_digits_and_changes_marked():
     assert "\033[1m1" in TASK.show(question, answer, before, color=True)
 
 
+def test_the_legend_explains_what_is_shown():
+    question = read("1..." + "." * 12, DataSpec(16, 6, 6))
+    answer = np.full(16, 3)
+    answer[0] = 2
+    shown = TASK.show(question, answer, None, color=False)
+    assert TASK.legend(shown, changes=False, color=False) == "given digits are in brackets"
+    assert TASK.legend(shown, changes=True, color=True) == "given digits are bold; changes are green"
+    answer[:2] = (3, 1)  # another digit instead of the given one, and an empty cell
+    shown = TASK.show(question, answer, None, color=False)
+    assert shown.startswith("!2  . ")
+    assert TASK.legend(shown, changes=True, color=False) == (
+        "given digits are in brackets; ! precedes a digit that replaces a given one; "
+        ". is a cell that the answer leaves empty; changes are starred"
+    )
+
+
 def test_a_wrong_answer_is_distinguished_from_a_right_one():
     question, answer = read(EASY), read(SOLVED)
     assert TASK.verify(question, answer) is None
@@ -305,7 +321,7 @@ def test_puzzles_are_read_from_every_form_of_file(tmp_path, form):
             "line 1: the stated answer is not",
         ),
         ("", "is empty"),
-        (f"{EASY}\n", "has 1 puzzles; at least one for training and 1 for testing were requested"),
+        (f"{EASY}\n", "has 1 puzzle; at least one for training and 1 for testing were requested"),
     ],
 )
 def test_a_file_with_a_wrong_puzzle_is_refused_by_line(tmp_path, content, message):

@@ -5,6 +5,7 @@ import pytest
 from example_batches import answers_of, batch_of
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.output_files import GIF, PNG, OutputFile
 from trm.tasks.base import DataSpec, Drawable, GridLayout, Interactive
 from trm.tasks.dataset import open_split
 from trm.tasks.grids import GridOptions, GridTask
@@ -85,7 +86,7 @@ def test_a_question_is_read_verified_and_shown():
     assert TASK.verify(question, read(ANSWER[:-1] + "a")) == "the sides differ"
     assert TASK.show(question, answer, question, color=False).splitlines()[0] == "a b b*a*"
     assert "\033[32mb\033[0m" in TASK.show(question, answer, question, color=True)
-    assert TASK.legend(changes=True, color=False) == "changes are starred"
+    assert TASK.legend("a b b*a*", changes=True, color=False) == "changes are starred"
     assert TASK.solution(question) is None
 
 
@@ -158,9 +159,9 @@ def test_pictures_mark_wrong_cells_and_are_written_as_files(tmp_path):
     marked = [[tile.wrong for row in picture.tiles for tile in row] for picture in pictures]
     assert [sum(marks) for marks in marked] == [8, 1, 0]
     assert pictures[0].box == (0, 0)
-    write_png(tmp_path / "answer.png", pictures[-1])
-    write_gif(tmp_path / "answer.gif", pictures)
+    write_png(OutputFile(tmp_path / "answer.png", PNG), pictures[-1])
+    write_gif(OutputFile(tmp_path / "answer.gif", GIF), pictures)
     assert (tmp_path / "answer.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "answer.gif").read_bytes()[:3] == b"GIF"
     with pytest.raises(DataError, match="cannot be written"):
-        write_png(tmp_path / "none" / "answer.png", pictures[-1])
+        write_png(OutputFile(tmp_path / "none" / "answer.png", PNG), pictures[-1])

@@ -1,0 +1,69 @@
+"""More steps for a run that has finished.
+
+The recipe of the run gets an entry in `training.extensions`: from the present step on, training and the
+learning-rate schedule end later. Steps before it are not affected, so earlier checkpoints still belong to
+the run, and the whole run can be repeated from its recipe.
+"""
+
+from __future__ import annotations
+
+from macbook_optimization.errors import RunError
+from trm.config import RunConfig
+from trm.display import Display
+from trm.runs.directory import Run, refuse_if_different
+from trm.runs.events import Extended
+from trm.runs.listing import is_done, summarise
+from trm.schedule import learning_rate_factor
+
+
+def extend(
+    run: Run, config: RunConfig, num_steps: int, display: Display, *, keep_target: bool = False
+) -> RunConfig:
+    """Record that a finished run is to be trained for more steps, and return `config` with them.
+
+    `config` is the run's recipe, possibly with other settings. The same request resumes an extension that was
+    interrupted. Unless `keep_target`, the target no longer ends the run: it may have been reached already.
+    """
+    recorded = run.config
+    refuse_if_different(config.what_is_learned(), recorded.what_is_learned(), run.path)
+    summary = summarise(run)
+    step = summary.step
+    extensions = recorded.training.extensions
+    last_step = recorded.training.last_step
+    is_new = is_done(recorded, step, summary.accuracy)
+    if is_new:
+        last_step = step + num_steps
+        extensions = {**extensions, step: last_step}
+    elif not extensions or last_step - max(extensions) != num_steps:
+        raise RunError(
+            f"{run.path} has not finished: it is at step {step} of {last_step}",
+            hint=f"`trm train {run.path}` trains the rest; after that, --more-steps trains it longer.",
+        )
+    extended = _extended(config, extensions, keep_target)
+    if is_new:
+        run.write("recipe.yaml", extended.to_yaml())
+        run.record(Extended(step, last_step))
+    display.message(_describe(run, extended, step))
+    return extended
+
+
+def _extended(config: RunConfig, extensions: dict[int, int], keep_target: bool) -> RunConfig:
+    tree = config.model_dump()
+    tree["training"]["extensions"] = extensions
+    if not keep_target:
+        tree["evaluation"]["target_accuracy"] = None
+    return RunConfig.model_validate(tree)
+
+
+def _describe(run: Run, config: RunConfig, step: int) -> str:
+    training = config.training
+    text = f"Training {run.path} from step {step} to step {training.last_step}"
+    target = config.evaluation.target_accuracy
+    text += ", whatever its accuracy." if target is None else f" or a target of {target:.0%}."
+    if training.lr_min_ratio < 1:
+        before, after = (learning_rate_factor(each, training) for each in (max(step, 1), step + 1))
+        text += (
+            f" The learning rate decays until then: from {after:.0%} of its peak, after {before:.0%} in the "
+            f"last step."
+        )
+    return text
