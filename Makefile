@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEED ?= 0
 RUN ?= runs/sudoku-6x6-seed-$(SEED)
 
-.PHONY: install demo test test-fast faults check format docs bench clean
+.PHONY: install demo demo-mail test test-fast faults check format docs bench clean
 
 install: $(INSTALLED)
 
@@ -23,11 +23,22 @@ demo: install
 	@$(BIN)/trm train sudoku-6x6 seed=$(SEED) --run $(RUN)
 	@$(BIN)/trm predict $(RUN) --example 35 --steps
 
-test: install
-	$(BIN)/python -m pytest
+# Made-up mail: train, classify, explain, and one message that is unsure.
+demo-mail: install
+	@test -d data/sample-mail || $(BIN)/trm email samples data/sample-mail
+	@test -d runs/sample-mail || $(BIN)/trm email train data/sample-mail --run runs/sample-mail
+	@$(BIN)/trm email classify runs/sample-mail data/sample-mail/travel/001.eml data/sample-mail/spam/002.eml
+	@$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
+	@printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
+
+# Quick tests and documents share two cores. Other slow tests measure, fill memory or kill processes, so each
+# has the machine for itself.
+test: test-fast
+	$(BIN)/python -m pytest -m slow -n 2 tests/test_documents.py
+	$(BIN)/python -m pytest -m slow --ignore tests/test_documents.py
 
 test-fast: install
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2
 
 # Everything that is broken on purpose, in full: about an hour, and a table of tried and survived at the end.
 faults: install

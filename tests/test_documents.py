@@ -36,7 +36,7 @@ SHELL = ("bash", "sh", "shell")
 # Commands that set up the environment of these tests, or run these tests.
 NOT_RUN = ("make test", "make install", "make check", "make docs", "git clone", "cd ", "source ", "pip ")
 PLACEHOLDER = re.compile(r"(^|[\s=])[A-Z][A-Z_]+(\s|$)")
-LIMITS = ("--max-steps", "--max-minutes")
+LIMITS = ("--max-steps", "--max-minutes", "--more-steps")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ def test_the_documents_show_every_important_command():
     for important in (
         "make demo", "make test", "trm train", "trm eval", "trm predict", "trm runs", "trm doctor",
         "trm data build sudoku", "trm data build maze", "trm data info", "trm checkpoint verify",
-        "trm checkpoint import", "trm checkpoint export",
+        "trm checkpoint import", "trm checkpoint export", "trm email train", "trm email classify",
+        "trm email explain", "trm email learn", "trm data build email",
     ):  # fmt: skip
         assert any(command.startswith(important) for command in shown), important
     assert any(

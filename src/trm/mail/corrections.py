@@ -1,0 +1,142 @@
+"""Learning from corrections without training again.
+
+A correction is a message and the category that its owner gave it. The table is changed by little more than
+what it takes to answer every corrected message right with a margin; messages that share no words with them
+keep their scores. The table that training fitted is kept as it was, so a correction can be taken back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from macbook_optimization.durable_files import replace_file
+from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import read_input
+from macbook_optimization.units import MIB
+from trm.arrays import Float32Array, IntArray
+from trm.mail.model import MailModel
+from trm.tasks.documents.bags import Bags
+
+FILE_NAME = "corrections.json"
+MARGIN_IN_TEMPERATURES = 4.0  # a corrected message is then answered with a confidence of about 98 %
+_MAX_PASSES = 100
+_MAX_BYTES = 512 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """No text is kept: only which columns of the vocabulary the message has."""
+
+    key: str  # hash of the message, so that it is found again
+    category: int
+    columns: IntArray
+    weights: Float32Array
+    scores: Float32Array  # of the model without corrections
+
+
+def key_of(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def correction_of(model: MailModel, bags: Bags, row: int, key: str, category: str) -> Correction:
+    """Return a correction of one row; `model` is the one without corrections."""
+    if category not in model.categories:
+        raise DataError(
+            f"{category!r} is not a category of this model",
+            hint=f"Its categories are {', '.join(model.categories)}. A new one needs training.",
+        )
+    chosen = bags.rows(np.array([row]))
+    scores = model.table.scores(chosen)[0]
+    return Correction(key, model.categories.index(category), chosen.indices, chosen.weights, scores)
+
+
+def apply_corrections(model: MailModel, corrections: Sequence[Correction]) -> MailModel:
+    if not corrections:
+        return model
+    margin = MARGIN_IN_TEMPERATURES * model.temperature
+    columns, change = fit_corrections(corrections, len(model.categories), margin)
+    return model.corrected(columns, change)
+
+
+def fit_corrections(
+    corrections: Sequence[Correction], num_categories: int, margin: float
+) -> tuple[IntArray, Float32Array]:
+    """Return the columns that change, and by how much for each category.
+
+    Passive-aggressive updates, each the smallest that gives one message its margin, are repeated until none
+    violates it. Messages that contradict each other never agree, so the number of passes is limited.
+    """
+    columns = np.unique(np.concatenate([correction.columns for correction in corrections]))
+    change = np.zeros((len(columns), num_categories))
+    places = [np.searchsorted(columns, correction.columns) for correction in corrections]
+    for _ in range(_MAX_PASSES):
+        num_updates = 0
+        for correction, rows in zip(corrections, places, strict=True):
+            squared = float((correction.weights.astype(np.float64) ** 2).sum())
+            scores = correction.scores + correction.weights @ change[rows]
+            rival = _best_other(scores, correction.category)
+            lack = margin - (scores[correction.category] - scores[rival])
+            if squared == 0.0 or lack <= 1e-6:
+                continue
+            num_updates += 1
+            step = lack / (2 * squared) * correction.weights
+            change[rows, correction.category] += step
+            change[rows, rival] -= step
+        if not num_updates:
+            break
+    return columns, change.astype(np.float32)
+
+
+def _best_other(scores: np.ndarray, category: int) -> int:
+    others = scores.copy()
+    others[category] = -np.inf
+    return int(others.argmax())
+
+
+def load_corrections(directory: Path, num_columns: int) -> list[Correction]:
+    """Read the corrections of a model; a message that was corrected several times has the last category."""
+    path = directory / FILE_NAME
+    try:
+        rows = json.loads(read_input(path, _MAX_BYTES))
+        found = [
+            Correction(
+                key=row["key"],
+                category=int(row["category"]),
+                columns=np.array(row["columns"], dtype=np.int64),
+                weights=np.array(row["weights"], dtype=np.float32),
+                scores=np.array(row["scores"], dtype=np.float32),
+            )
+            for row in rows
+        ]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}", hint="Remove it to forget all corrections.") from error
+    if any((each.columns >= num_columns).any() for each in found):
+        raise DataError(f"{path} belongs to another model", hint="Remove it to forget all corrections.")
+    return found
+
+
+def save_corrections(directory: Path, corrections: Sequence[Correction]) -> None:
+    rows = [
+        {
+            "key": each.key,
+            "category": each.category,
+            "columns": each.columns.tolist(),
+            "weights": [round(float(value), 6) for value in each.weights],
+            "scores": [round(float(value), 6) for value in each.scores],
+        }
+        for each in corrections
+    ]
+    replace_file(directory / FILE_NAME, json.dumps(rows).encode())
+
+
+def with_correction(corrections: Sequence[Correction], new: Correction) -> list[Correction]:
+    """Return the corrections with another one, which replaces an earlier one of the same message."""
+    return [each for each in corrections if each.key != new.key] + [new]

@@ -1,0 +1,87 @@
+"""Decide about messages: a model with its corrections, and workers that parse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from trm.mail.corrections import (
+    Correction,
+    apply_corrections,
+    correction_of,
+    key_of,
+    load_corrections,
+    save_corrections,
+    with_correction,
+)
+from trm.mail.model import DEFAULT_MAX_ERROR, Decision, MailModel, load_model
+from trm.mail.reading import Features, Read, features_of, read_features
+from trm.tasks.documents.mailboxes import Message
+from trm.tasks.documents.parse_pool import ParsePool
+
+DIRECTORY = "mail"  # of a run
+_BATCH_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model that is ready to decide. Open one with `open_classifier`."""
+
+    directory: Path
+    fitted: MailModel  # without corrections
+    corrections: list[Correction]
+    model: MailModel  # with corrections
+    pool: ParsePool[Features]
+
+    def decide(
+        self, messages: Iterable[Message], max_error: float = DEFAULT_MAX_ERROR
+    ) -> Iterator[tuple[Read, Decision | None]]:
+        """Yield each message with its decision, in order; None for one that was skipped."""
+        reads = read_features(messages, self.pool)
+        while batch := list(islice(reads, _BATCH_SIZE)):
+            bags = self.model.bags([read.features.counts for read in batch])
+            for read, decision in zip(batch, self.model.decide(bags, max_error), strict=True):
+                yield read, None if read.features.mail.verdict == "skipped" else decision
+
+    def learn(self, messages: Iterable[Message], category: str) -> tuple[int, int]:
+        """Learn the category of messages that were decided wrongly or unsurely, and save it.
+
+        Returns how many were learned, and how many were right already (train on error). Messages that cannot
+        be read are neither.
+        """
+        known = {(each.key, self.fitted.categories[each.category]) for each in self.corrections}
+        corrections = self.corrections
+        num_right = num_learned = 0
+        for read, decision in self.decide(messages):
+            key = key_of(read.message.raw)
+            if decision is None:
+                continue
+            if decision.category == category and (not decision.unsure or (key, category) in known):
+                num_right += 1
+                continue
+            bags = self.fitted.bags([read.features.counts])
+            corrections = with_correction(corrections, correction_of(self.fitted, bags, 0, key, category))
+            num_learned += 1
+        if num_learned:
+            save_corrections(self.directory, corrections)
+        return num_learned, num_right
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Take back the corrections of these messages, and return how many there were."""
+        unwanted = set(keys)
+        kept = [each for each in self.corrections if each.key not in unwanted]
+        if len(kept) < len(self.corrections):
+            save_corrections(self.directory, kept)
+        return len(self.corrections) - len(kept)
+
+
+@contextmanager
+def open_classifier(run: Path, jobs: int = 1) -> Iterator[Classifier]:
+    directory = run / DIRECTORY
+    fitted = load_model(directory)
+    corrections = load_corrections(directory, len(fitted.vocabulary.idf))
+    with ParsePool(features_of, jobs) as pool:
+        yield Classifier(directory, fitted, corrections, apply_corrections(fitted, corrections), pool)

@@ -1,0 +1,108 @@
+"""Which words and fields drove a decision.
+
+The score of a category is a sum over the n-grams of a message, so each n-gram has an exact share in it: its
+weight times the difference between the table's columns for the category and for the next best one.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+import numpy as np
+
+from trm.arrays import FloatArray
+from trm.mail.model import Decision, MailModel
+from trm.tasks.documents.bags import Bags
+
+_FIELDS = {"S": "subject", "H": "header", "L": "link", "A": "attachment"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """An n-gram, where it was found, and by how much it moved the score towards the category."""
+
+    text: str
+    field: str
+    share: float
+
+
+def explain(model: MailModel, bags: Bags, row: int, count: int = 12) -> tuple[str, list[Reason]]:
+    """Return the rival category, and the n-grams with the largest shares for and against the decision."""
+    chosen = bags.rows(np.array([row]))
+    scores = model.table.scores(chosen)[0]
+    order = np.argsort(-scores, kind="stable")
+    best = int(order[0])
+    rival = int(order[1])
+    columns = chosen.indices
+    difference = model.table.weights[columns, best] - model.table.weights[columns, rival]
+    shares: FloatArray = difference.astype(np.float64) * chosen.weights
+    largest = np.argsort(-np.abs(shares), kind="stable")[:count]
+    names = _names(model)
+    return model.categories[rival], [_reason(names[columns[i]], float(shares[i])) for i in largest]
+
+
+def _names(model: MailModel) -> list[str]:
+    return list(model.vocabulary.columns)
+
+
+def _reason(name: str, share: float) -> Reason:
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in _FIELDS:
+        return Reason(rest, _FIELDS[prefix], share)
+    return Reason(name, "text", share)
+
+
+def as_text(decision: Decision, rival: str, reasons: list[Reason]) -> str:
+    unsure = ", unsure" if decision.unsure else ""
+    lines = [f"{decision.category} ({decision.confidence:.1%}{unsure}) rather than {rival}:"]
+    widest = max((abs(reason.share) for reason in reasons), default=1.0) or 1.0
+    for reason in reasons:
+        bar = "#" * max(1, round(20 * abs(reason.share) / widest))
+        sign = "for" if reason.share > 0 else "against"
+        lines.append(f"  {reason.share:+7.3f}  {bar:20}  {sign:7}  {reason.field}: {reason.text}")
+    return "\n".join(lines)
+
+
+def as_html(title: str, decision: Decision, rival: str, reasons: list[Reason]) -> str:
+    """Return a page without scripts or links to anything: the words come from hostile mail."""
+    widest = max((abs(reason.share) for reason in reasons), default=1.0) or 1.0
+    rows = "\n".join(
+        f'<tr><td>{reason.share:+.3f}</td><td><div class="{"for" if reason.share > 0 else "against"}" '
+        f'style="width:{100 * abs(reason.share) / widest:.0f}%"></div></td>'
+        f"<td>{html.escape(reason.field)}</td><td>{html.escape(reason.text)}</td></tr>"
+        for reason in reasons
+    )
+    unsure = " (unsure)" if decision.unsure else ""
+    return _PAGE.format(
+        title=html.escape(title),
+        category=html.escape(decision.category) + unsure,
+        confidence=f"{decision.confidence:.1%}",
+        rival=html.escape(rival),
+        rows=rows,
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 46rem; padding: 0 1rem; }}
+table {{ border-collapse: collapse; width: 100%; }}
+td {{ border-top: 1px solid #8884; padding: .25rem .5rem; overflow-wrap: anywhere; }}
+td:nth-child(2) {{ width: 30%; }}
+div.for {{ background: #2a7; height: .8rem; }}
+div.against {{ background: #c54; height: .8rem; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #ddd; }} }}
+</style>
+<h1>{category}</h1>
+<p>{title}: {confidence} confident, rather than {rival}. Green n-grams speak for the decision, red ones
+against.</p>
+<table>
+{rows}
+</table>
+</html>
+"""

@@ -1,0 +1,73 @@
+"""From mailboxes to features: messages are read here and parsed in workers with limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trm.tasks.base import Progress
+from trm.tasks.documents.duplicates import Fingerprint, fingerprint
+from trm.tasks.documents.mail import Mail, parse_mail
+from trm.tasks.documents.mailboxes import Format, Message, num_source_bytes, read_messages
+from trm.tasks.documents.parse_pool import Failure, ParsePool
+from trm.tasks.documents.quality import Language, language_of
+from trm.tasks.documents.words import ngrams
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a worker makes of a message."""
+
+    mail: Mail  # without its text, which would only cost time to pass on
+    counts: Counter[str]
+    fingerprint: Fingerprint | None = None
+    language: Language = "unknown"
+
+
+def features_of(raw: bytes) -> Features:
+    """Return what classifying needs."""
+    mail = parse_mail(raw)
+    return Features(replace(mail, text="", header_words=()), Counter(ngrams(mail)))
+
+
+def training_features_of(raw: bytes) -> Features:
+    """Return what training needs."""
+    mail = parse_mail(raw)
+    kept = replace(mail, text=mail.text[:1], header_words=())  # enough to see that it is not empty
+    return Features(kept, Counter(ngrams(mail)), fingerprint(mail), language_of(mail))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A message with its features; one that could not be read has empty features and a reason."""
+
+    message: Message
+    features: Features
+
+
+def read_features(messages: Iterable[Message], pool: ParsePool[Features]) -> Iterator[Read]:
+    """Yield every message with a verdict, in order."""
+    for message, result in pool.map(messages):
+        if isinstance(result, Failure):
+            yield Read(message, Features(Mail("skipped", result.reason), Counter()))
+        else:
+            yield Read(message, result)
+
+
+def messages_of(
+    sources: Iterable[str | Path], format: Format = "auto", progress: Progress | None = None
+) -> Iterator[Message]:
+    """Yield the messages of several sources, and report how many bytes were read."""
+    named = list(sources)
+    sizes = [num_source_bytes(source) or 0 for source in named]
+    done = 0
+    for source, size in zip(named, sizes, strict=True):
+        for message in read_messages(source, format):
+            if progress is not None:
+                progress("reading mail", done + message.end_offset, max(sum(sizes), 1))
+            yield message
+        done += size
+    if progress is not None:
+        progress("reading mail", max(sum(sizes), 1), max(sum(sizes), 1))

@@ -1,0 +1,1 @@
+"""Tasks over documents: mail, read as hostile input, and text."""

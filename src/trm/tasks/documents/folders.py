@@ -1,0 +1,147 @@
+"""The files of a directory of mail, in a fixed order, with the folder that each of them is in.
+
+Only regular files are opened. A symbolic link is followed only to a file inside the directory; pipes, devices
+and everything else that cannot be read is returned with the reason.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from macbook_optimization.errors import DataError
+
+# Files beside mail that are not mail. Tables are read when they are named.
+_OTHER_SUFFIXES = frozenset((
+    ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".yaml", ".yml", ".md", ".msf", ".dat", ".gz", ".xz",
+    ".bz2", ".zip", ".tar", ".pdf", ".html",
+))  # fmt: skip
+_MAIL_SUFFIXES = frozenset((".eml", ".emlx", ".mbox", ".mbx"))
+_FLAGS = re.compile(r"[:;!]2,[A-Za-z]*$")  # of a message in a Maildir; they change when it is read
+_ENCODED_NAME = re.compile(r"&([A-Za-z0-9+,]*)-")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One file."""
+
+    path: Path
+    key: str  # like the path, but stable when a Maildir's flags change
+    folder: tuple[str, ...]
+    in_maildir: bool
+    problem: str = ""  # why it cannot be read
+
+
+def is_maildir(directory: Path) -> bool:
+    return (directory / "cur").is_dir() or (directory / "new").is_dir()
+
+
+def find_files(root: Path) -> Iterator[Found]:
+    """Yield the files below a directory. If some are named as mail (.eml, .mbox), the others are left out."""
+    only_mail = any(found.path.suffix.lower() in _MAIL_SUFFIXES for found in _walk(root))
+    for found in _walk(root):
+        suffix = found.path.suffix.lower()
+        is_mail = found.in_maildir or suffix in _MAIL_SUFFIXES or is_mailbox_name(found.path)
+        if is_mail or not (only_mail or suffix in _OTHER_SUFFIXES):
+            yield found
+
+
+def is_mailbox_name(path: Path) -> bool:
+    """Return whether a file in a directory may be an mbox: Thunderbird and others use no suffix."""
+    return path.suffix.lower() in ("", ".mbox", ".mbx")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Anything else is refused without waiting for it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path} is not a regular file.", hint="Use - for standard input.")
+    return open(descriptor, "rb")
+
+
+def _walk(root: Path) -> Iterator[Found]:
+    """Yield all files in the order of their names, without recursion."""
+    inside = root.resolve()
+    pending: list[tuple[Path, tuple[str, ...]]] = [(root, ())]
+    while pending:
+        directory, folder = pending.pop()
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            yield Found(directory, f"{directory}/", folder, False, f"cannot be read: {error.strerror}")
+            continue
+        maildir = any(entry.name in ("cur", "new") and _is_directory(entry) for entry in entries)
+        below: list[tuple[Path, tuple[str, ...]]] = []
+        for entry in entries:
+            path = Path(entry.path)
+            if _is_directory(entry):
+                if maildir and entry.name in ("cur", "new", "tmp"):
+                    continue
+                if maildir or not entry.name.startswith("."):
+                    below.append((path, (*folder, *_folder_names(entry.name))))
+            elif not maildir and not entry.name.startswith("."):
+                yield Found(path, str(path), folder, False, _problem(path, inside))
+        if maildir:
+            yield from _maildir_files(directory, folder or ("Inbox",), inside)
+        pending.extend(reversed(below))
+
+
+def _maildir_files(directory: Path, folder: tuple[str, ...], inside: Path) -> Iterator[Found]:
+    paths = [
+        path
+        for name in ("cur", "new")
+        if (directory / name).is_dir()
+        for path in (directory / name).iterdir()
+        if not path.name.startswith(".") and not path.is_dir()
+    ]
+    keyed = sorted((str(directory / _FLAGS.sub("", path.name)), path) for path in paths)
+    for key, path in keyed:
+        yield Found(path, key, folder, True, _problem(path, inside))
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
+
+
+def _problem(path: Path, inside: Path) -> str:
+    try:
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            return "a symbolic link that leaves the directory"
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError):  # a link to nothing, or to itself
+        return "cannot be read"
+    return "" if stat.S_ISREG(mode) else "not a regular file"
+
+
+def _folder_names(name: str) -> list[str]:
+    """Return the folders in a directory's name: `.Work.Projects` of a Maildir, `Work.sbd` of Thunderbird."""
+    if name.startswith("."):
+        return [decode_folder_name(part) for part in name.split(".") if part]
+    return [decode_folder_name(name.removesuffix(".sbd").removesuffix(".mbox"))]
+
+
+def decode_folder_name(name: str) -> str:
+    """Decode the modified UTF-7 of IMAP, `&ATA-` for a dotted capital i, and compose letters with accents."""
+    decoded = _ENCODED_NAME.sub(_decode_letters, name) if "&" in name else name
+    return unicodedata.normalize("NFC", decoded)
+
+
+def _decode_letters(match: re.Match[str]) -> str:
+    if not match[1]:
+        return "&"
+    digits = match[1].replace(",", "/")
+    try:
+        return binascii.a2b_base64(digits + "=" * (-len(digits) % 4)).decode("utf-16-be")
+    except (binascii.Error, UnicodeDecodeError):
+        return match[0]

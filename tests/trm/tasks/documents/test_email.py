@@ -1,0 +1,232 @@
+"""The task `email`: a dataset of tokens with one label per row, and a model that learns it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import make_learner, model_config, run_config, training_config
+from tiny import run as train_run
+
+from macbook_optimization.errors import ConfigError, DataError
+from trm.backends.base import StepSettings
+from trm.batch import IGNORE_LABEL, Batch
+from trm.config import InferenceConfig
+from trm.feed import Feed
+from trm.inference.search import Search
+from trm.runs.reading import read_rows
+from trm.slots import Slots
+from trm.tasks.base import DataSpec
+from trm.tasks.dataset import open_split
+from trm.tasks.documents.collecting import Document, Documents
+from trm.tasks.documents.email import TASK, questions, write_documents
+from trm.tasks.documents.mail import Mail
+from trm.tasks.documents.tokens import MailTokenizer, TokenOptions
+from trm.tasks.grids.sudoku import TASK as SUDOKU
+
+pytest.importorskip("tokenizers")
+
+OPTIONS = TokenOptions(length=48, vocab_size=300)
+WORDS = {
+    "spam": ["cheap", "watches", "buy", "now", "offer", "money", "winner", "prize", "free"],
+    "work": ["meeting", "report", "project", "deadline", "review", "budget", "team"],
+    "home": ["dinner", "weekend", "mother", "garden", "football", "party", "holiday"],
+}
+
+
+def documents(count, seed):
+    """Return mails of words that mostly belong to their category; a third are spam, ten in a hundred home."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        category = str(rng.choice(list(WORDS), p=[0.3, 0.6, 0.1]))
+        size = int(rng.integers(2, 40))
+        own, any_word = WORDS[category], [word for words in WORDS.values() for word in words]
+        text = " ".join(str(rng.choice(own if rng.random() < 0.6 else any_word)) for _ in range(size))
+        made.append(Document(Mail("parsed", subject=own[0], text=text), category))
+    return made
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("email") / "set"
+    write_documents(Documents(documents(120, 0), documents(40, 1), tuple(WORDS)), directory, OPTIONS)
+    return directory
+
+
+def email_config(dataset, **changes):
+    model = model_config(hidden_size=32, num_heads=4, L_cycles=1, H_cycles=1)
+    training = {"effective_batch_size": 16, "max_steps": 60, "supervision": "terminal", "ema_rate": 0.9}
+    training |= {"loss": "softmax_cross_entropy", "optimizer": "adamw", "learning_rate": 3e-3}
+    return run_config(
+        dataset,
+        task="email",
+        model=model.model_dump(),
+        training=training_config(**training).model_dump(),
+        inference={"depth": 1},
+        **changes,
+    )
+
+
+def test_a_dataset_has_lengths_names_and_one_label_per_message(dataset):
+    for name, count in (("train", 120), ("test", 40)):
+        split = open_split(dataset, name)
+        spec = DataSpec(max_len=48, vocab_size=300, num_outputs=3, class_names=("spam", "work", "home"))
+        assert TASK.complete(split.spec) == spec
+        batch = split.batch(np.arange(len(split)))
+        assert len(batch) == count
+        assert (batch.labels[:, 1:] == IGNORE_LABEL).all()
+        assert [spec.class_names[label] for label in batch.labels[:, 0]] == [
+            each.category for each in documents(count, seed=0 if name == "train" else 1)
+        ]
+        assert batch.lengths.min() < batch.lengths.max() <= 48
+        assert (batch.inputs[batch.padding] == 0).all()
+
+
+def test_the_tokenizer_of_a_dataset_gives_the_rows_of_the_dataset(dataset):
+    tokenizer = MailTokenizer.load(dataset / "tokenizer.json")
+    mails = [each.mail for each in documents(40, seed=1)]
+    (batch,) = questions(tokenizer, mails, OPTIONS.length)
+    stored = open_split(dataset, "test").batch(np.arange(40))
+    np.testing.assert_array_equal(batch.inputs, stored.inputs)
+    np.testing.assert_array_equal(batch.lengths, stored.lengths)
+
+
+def test_a_classifier_needs_categories_that_it_knows(tmp_path):
+    few = documents(4, seed=0)
+    with pytest.raises(DataError, match="two categories"):
+        write_documents(Documents(few, few, ("spam",)), tmp_path / "one", OPTIONS)
+    with pytest.raises(DataError, match="not in the list of categories: work"):
+        write_documents(Documents(few, few, ("spam", "home")), tmp_path / "unknown", OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dataset_without_names_of_categories_is_refused():
+    with pytest.raises(DataError, match="names its categories"):
+        TASK.complete(DataSpec(48, 300, 3))
+
+
+def test_options_are_checked():
+    TASK.check_options({"from": ["mail"], "length": 512, "vocab_size": 12_000})
+    with pytest.raises(ConfigError, match="vocab_size"):
+        TASK.check_options({"from": ["mail"], "vocab_sizes": 1})
+    with pytest.raises(ConfigError, match="from"):
+        TASK.check_options({})
+
+
+def test_a_directory_of_mail_becomes_a_dataset(tmp_path):
+    for number, document in enumerate(documents(40, 0)):
+        folder = tmp_path / "mail" / document.category
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f"Subject: {document.mail.subject}\n\n{document.mail.text} {number}\n"
+        (folder / f"{number}.eml").write_text(text)
+    options = {"from": [str(tmp_path / "mail")], "length": 32, "vocab_size": 200, "test_share": 0.25}
+    TASK.build(options, tmp_path / "set", lambda *facts: None)
+    splits = [open_split(tmp_path / "set", name) for name in ("train", "test")]
+    assert sum(map(len, splits)) == 40
+    assert 5 <= len(splits[1]) <= 15
+    assert splits[0].spec.class_names == ("home", "spam", "work")
+
+
+def test_outputs_differ_between_mails_after_fifty_steps(dataset):
+    """Embeddings much smaller than the latents would be erased by the recursion: all mails alike."""
+    config = email_config(dataset)
+    split = open_split(dataset, "train")
+    feed = Feed(config, TASK, split)
+    ours = make_learner(config.model, config.training, split.spec)
+    embedded = ours.model.embed(split_tokens(split), None).detach()
+    assert 0.8 < float(embedded.std() / ours.model.start(1).std()) < 1.25
+    slots = Slots.new(16)
+    for step in range(1, 51):
+        slots = slots.all_halted().refilled()
+        ours.step(feed.batch(slots, step), StepSettings(step, 1, 3e-3, 0.0), lambda done: 8)
+    search = Search(ours.predictor(), InferenceConfig(depth=1), split.spec)
+    answers = search.answer(split.batch(np.arange(40)), probabilities=True)
+    probabilities = answers.probabilities[:, 0]
+    assert probabilities.std(0).max() > 0.1
+    assert len(set(answers.final().tokens[:, 0])) > 1
+
+
+def split_tokens(split):
+    import torch
+
+    return torch.from_numpy(split.batch(np.arange(40)).inputs)
+
+
+def test_a_run_learns_categories_and_reports_them(dataset, tmp_path):
+    outcome = train_run(email_config(dataset, evaluation={"every_steps": 30}), tmp_path / "run")
+    assert outcome.best["primary_metric"] == "accuracy"
+    row = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "accuracy" in row][-1]
+    assert row["accuracy"] > 0.8
+    assert row["accuracy"] == pytest.approx(row["accuracy_by_depth"][-1])
+    confusion = np.array(row["tables"]["confusion"])
+    assert confusion.sum() == 40
+    assert np.trace(confusion) / 40 == pytest.approx(row["accuracy"])
+
+
+def test_dropped_words_are_a_function_of_slot_and_example(dataset):
+    split = open_split(dataset, "train")
+    config = email_config(dataset)
+    plain = Feed(config, TASK, split)
+    settings = config.training.model_copy(update={"word_dropout": 0.3})
+    dropping = Feed(config.model_copy(update={"training": settings}), TASK, split)
+    slots = Slots.new(16).refilled()
+    whole, dropped = plain.batch(slots, 1), dropping.batch(slots, 1)
+    left = dropped.lengths.sum() / whole.lengths.sum()
+    assert 0.65 < left < 0.85
+    for row in range(16):
+        before, after = (each.inputs[row, : each.lengths[row]].tolist() for each in (whole, dropped))
+        assert is_subsequence(after, before)
+        assert [token for token in after if token <= 3] == [token for token in before if token <= 3]
+        assert not dropped.inputs[row, dropped.lengths[row] :].any()
+    np.testing.assert_array_equal(dropped.labels, whole.labels)
+    np.testing.assert_array_equal(dropping.batch(slots[4:9], 7).inputs, dropped.inputs[4:9])
+    later = slots.all_halted().refilled()
+    assert dropping.batch(later, 2).lengths.tolist() != dropped.lengths.tolist()
+
+
+def test_some_messages_lose_all_header_features():
+    row = np.array([[2, 9, 3, 20, 21, 22, 3, 30, 31, 0]])
+    batch = Batch(np.zeros(1), row, np.full_like(row, IGNORE_LABEL), np.zeros(1), np.ones(1))
+    batch = replace(batch, lengths=np.array([9]))
+    draws = np.ones((1, 10))
+    assert TASK.without_words(batch, draws, 0.2).inputs.tolist() == row.tolist()
+    draws[0, 0] = 0.1
+    dropped = TASK.without_words(batch, draws, 0.2)
+    assert dropped.inputs.tolist() == [[2, 9, 3, 3, 30, 31, 0, 0, 0, 0]]
+    assert dropped.lengths.tolist() == [6]
+
+
+def is_subsequence(some, of):
+    rest = iter(of)
+    return all(token in rest for token in some)
+
+
+def test_word_dropout_needs_words(dataset):
+    settings = training_config(word_dropout=0.1)
+    config = run_config(dataset, training=settings.model_dump())
+    with pytest.raises(ConfigError, match="sudoku has none"):
+        Feed(config, SUDOKU, open_split(dataset, "train"))
+
+
+def class_weighted_feed(dataset, weights):
+    config = email_config(dataset)
+    settings = config.training.model_validate({**config.training.model_dump(), "class_weights": weights})
+    return Feed(config.model_copy(update={"training": settings}), TASK, open_split(dataset, "train"))
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+def test_rare_categories_count_for_more(dataset, exponent):
+    feed = class_weighted_feed(dataset, exponent)
+    batch = feed.batch(Slots.new(16).refilled(), 1)
+    counts = np.bincount(feed.split.batch(np.arange(120)).labels[:, 0])
+    expected = (120 / (3 * counts)) ** exponent
+    np.testing.assert_allclose(batch.weights, expected[batch.labels[:, 0]])
+
+
+def test_weights_can_be_given_by_name(dataset):
+    batch = class_weighted_feed(dataset, {"home": 4}).batch(Slots.new(16).refilled(), 1)
+    np.testing.assert_array_equal(batch.weights, np.array([1.0, 1.0, 4.0])[batch.labels[:, 0]])
+    assert class_weighted_feed(dataset, 0).batch(Slots.new(16).refilled(), 1).weights is None
+    with pytest.raises(ConfigError, match="did you mean home") as error:
+        class_weighted_feed(dataset, {"hme": 4})
+    assert "spam, work, home" in error.value.hint
