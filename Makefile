@@ -31,11 +31,13 @@ demo-mail: install
 	@$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
 	@printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
 
-# Quick tests and documents share two cores. Other slow tests measure, fill memory or kill processes, so each
-# has the machine for itself.
+# Slow tests that neither measure nor fill memory share two cores, as the quick ones do. Each of the others has
+# the machine for itself.
+SHARING := tests/test_documents.py tests/faults tests/trm/test_cli.py tests/trm/test_api.py tests/trm/cli tests/trm/mail tests/trm/tasks
+
 test: test-fast
-	$(BIN)/python -m pytest -m slow -n 2 tests/test_documents.py
-	$(BIN)/python -m pytest -m slow --ignore tests/test_documents.py
+	$(BIN)/python -m pytest -m slow -n 2 $(SHARING)
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SHARING))
 
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' -n 2

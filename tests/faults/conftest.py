@@ -36,6 +36,21 @@ def full():
     return FULL
 
 
+def pytest_sessionfinish(session):
+    """Hand the counts of a worker process (pytest-xdist) to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["faults"] = dict(_tried)
+        session.config.workeroutput["fault_remarks"] = dict(_remarks)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if error is None:
+        for what, results in node.workeroutput.get("faults", {}).items():
+            _tried[what] += results
+        _remarks.update(node.workeroutput.get("fault_remarks", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     if not _tried:
         return

@@ -15,13 +15,14 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.output_files import HTML, OutputFile, check_new_directory
 from macbook_optimization.units import counted
-from trm.cli.common import PATH, OutputOption, force_option, json_option, show, showing
+from trm.cli.common import PATH, OutputOption, force_option, json_option, set_environment, show, showing
+from trm.cli.email_export import export
 
 if TYPE_CHECKING:
     from trm.mail.deciding import Classifier
     from trm.mail.model import Decision
+    from trm.mail.network_training import Profile
     from trm.mail.reading import Read
-    from trm.mail.training import Report
     from trm.tasks.documents.mailboxes import Format
 
 SOURCES = click.Path()  # paths, or - for standard input
@@ -56,6 +57,9 @@ def email() -> None:
     """Train a private classifier on your own mail, and use it. Nothing leaves this machine."""
 
 
+email.add_command(export)
+
+
 @email.command()
 @click.argument("directory", type=PATH)
 @json_option
@@ -83,7 +87,17 @@ def samples(directory: Path, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--min-df", type=click.IntRange(1, 1000), default=2, show_default=True,
               help="Keep n-grams of at least this many messages: more reveals less.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of what is held out.")
+@click.option("--linear", is_flag=True,
+              help="Train the linear path alone: seconds instead of minutes.")  # fmt: skip
+@click.option("--profile", type=click.Choice(["compact", "8gb", "16gb", "32gb"]), default="compact",
+              show_default=True, help="Size of the recursive path.")  # fmt: skip
+@click.option("--recipe", default="email", show_default=True, help="Recipe of the recursive path.")
+@click.option("--ensemble", type=click.IntRange(1, 20), default=1, show_default=True, metavar="N",
+              help="Train N networks with different seeds, and average them.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Override a key of that recipe; may be repeated.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Seed of what is held out, and of the recursive path.")  # fmt: skip
 @error_option
 @format_option
 @jobs_option
@@ -95,6 +109,11 @@ def train_email(
     held_out: float,
     split: str,
     min_df: int,
+    linear: bool,
+    profile: Profile,
+    recipe: str,
+    ensemble: int,
+    overrides: tuple[str, ...],
     seed: int,
     max_error: float,
     format_: str,
@@ -103,10 +122,12 @@ def train_email(
 ) -> None:
     """Train on MAIL: an mbox, a Maildir, a directory whose folders are the categories, or a table.
 
-    The categories are the folders, the labels of a Google Takeout, or what a mapping makes of both.
+    The categories are the folders, the labels of a Google Takeout, or what a mapping makes of both. The
+    linear path is fitted first, and can be used while the recursive path is still being trained.
     """
     with showing("Reading the mail") as display:
         from macbook_optimization.performance_reporting import available_cores
+        from trm.mail.network_training import NetworkOptions
         from trm.mail.training import MailOptions, train_mail
         from trm.tasks.documents.labels import load_map
         from trm.tasks.documents.splits import SplitRules
@@ -118,42 +139,29 @@ def train_email(
             held_out=SplitRules(split, held_out, seed),  # type: ignore[arg-type]
             max_error=max_error,
             jobs=jobs or available_cores(),
+            network=None if linear else NetworkOptions(recipe, profile, overrides, seed, ensemble),
         )
         _, report = train_mail(mail, run, options, display)
-    show(report.to_json(), as_json, _report_text(report))
-
-
-def _report_text(report: Report) -> str:
-    lines = []
-    if report.held_out is not None:
-        found = report.held_out
-        lines += [
-            f"On {found.messages:,} messages that were held out:",
-            f"  {'':24}{'accuracy':>9}{'macro-F1':>10}",
-            f"  {'linear path':24}{found.linear.accuracy:>9.1%}{found.linear.macro_f1:>10.3f}",
-            f"  {'TF-IDF + LinearSVC':24}{found.baseline.accuracy:>9.1%}{found.baseline.macro_f1:>10.3f}",
-            f"  {found.decided:.1%} decided, {found.error_of_decided:.1%} of those wrong",
-        ]
-    if report.drift is not None and report.drift.breaks_promise:
-        drift = report.drift
-        lines.append(
-            f"Warning: mail changes with time. A model of the older messages was wrong about "
-            f"{drift.newest_error:.1%} of the newest that it decided, instead of {drift.promised_error:.1%}."
-        )
-    lines.append(f"The model is in {report.run}; it took {report.seconds:.0f} s.")
-    lines.append(f"Try: trm email classify {report.run} PATH...")
-    return "\n".join(lines)
+    show(report.to_json(), as_json, f"{report.text()}\nTry: trm email classify {run} PATH...")
 
 
 @email.command()
 @click.argument("run", type=PATH)
 @click.argument("paths", nargs=-1, required=True, type=SOURCES)
+@click.option("--full", is_flag=True,
+              help="Use the recursive path also where the linear path is certain; slower.")  # fmt: skip
 @error_option
 @format_option
 @jobs_option
 @json_option
 def classify(
-    run: Path, paths: tuple[str, ...], max_error: float, format_: str, jobs: int | None, as_json: bool
+    run: Path,
+    paths: tuple[str, ...],
+    full: bool,
+    max_error: float,
+    format_: str,
+    jobs: int | None,
+    as_json: bool,
 ) -> None:
     """Classify the messages of PATHS: files, directories, mailboxes, or - for standard input.
 
@@ -161,7 +169,7 @@ def classify(
     """
     from trm.mail.reading import messages_of
 
-    with _classifier(run, jobs) as classifier:
+    with _classifier(run, jobs, full=full) as classifier:
         for read, decision in classifier.decide(messages_of(paths, _format(format_)), max_error):
             show(_facts(read, decision), as_json, _line(read, decision))
 
@@ -210,8 +218,7 @@ def explain(
         if read is None or decision is None:
             reason = "there is no message" if read is None else read.features.mail.reason
             raise DataError(f"{path} cannot be classified: {reason}")
-        bags = classifier.model.bags([read.features.counts])
-        rival, reasons = find_reasons(classifier.model, bags, 0)
+        rival, reasons = find_reasons(classifier.model, read.features)
     if html is not None:
         html.write(as_html(read.message.key, decision, rival, reasons).encode())
     facts = {**_facts(read, decision), "rival": rival, "reasons": [asdict(reason) for reason in reasons]}
@@ -257,11 +264,12 @@ def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> No
 
 
 @contextmanager
-def _classifier(run: Path, jobs: int | None) -> Iterator[Classifier]:
+def _classifier(run: Path, jobs: int | None, *, full: bool = False) -> Iterator[Classifier]:
     from macbook_optimization.performance_reporting import available_cores
     from trm.mail.deciding import open_classifier
 
-    with open_classifier(run, jobs or available_cores()) as classifier:
+    set_environment(available_cores())  # should a message need the recursive path
+    with open_classifier(run, jobs or available_cores(), full=full) as classifier:
         yield classifier
 
 

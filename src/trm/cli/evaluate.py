@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.output_files import OutputFile
 from macbook_optimization.units import counted
 from trm.cli.common import (
@@ -118,7 +119,29 @@ def evaluate(
         row["tests_without_answer"] = _warn_of_unanswered(scorer)
         row["tests_with_one_answer"] = _report_single_answers(scorer)
     facts = {"run": str(run), "data": str(path), "checkpoint": model.checkpoint.path.name, **row}
-    show(facts, as_json, _text(run, path, step, result))
+    text = _text(run, path, step, result)
+    if (mail := _mail_report(run)) is not None:
+        facts["mail"] = mail
+        text = f"The recursive path: {text}\n{_mail_text(mail)}"
+    show(facts, as_json, text)
+
+
+def _mail_text(found: JsonObject) -> str:
+    from trm.mail.report import held_out_lines
+
+    return "\n".join(held_out_lines(found))
+
+
+def _mail_report(run: Path) -> JsonObject | None:
+    """Return what was measured on held-out messages if this run is the recursive path of a mail model."""
+    from trm.mail.loading import model_directory
+    from trm.mail.model import DESCRIPTION_FILE, load_model
+
+    directory = model_directory(run)
+    if not (directory / DESCRIPTION_FILE).exists():
+        return None
+    found: JsonObject | None = load_model(directory).facts["report"]["held_out"]
+    return found
 
 
 def _limit(config: RunConfig, examples: int | str | None, submission: OutputFile | None) -> int | None:

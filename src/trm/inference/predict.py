@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.units import counted
 from trm.arrays import IntArray
-from trm.backends.base import Program, load_backend
+from trm.backends.base import Program, Weights, load_backend
 from trm.backends.bounds import check_inference
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import InferenceConfig, RunConfig
@@ -45,15 +45,11 @@ class TrainedModel:
     @property
     def execution(self) -> Execution:
         """How this machine applies it: the run's precision, with all of this machine's threads."""
-        threads = self.config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads
-        settings = self.config.plan
-        return Execution(
-            threads=threads,
-            workers=useful_workers(threads),
-            backend=settings.backend,
-            device=settings.device,
-            precision=self.plan.execution.precision,
-        )
+        return replace(execution_of(self.config), precision=self.plan.execution.precision)
+
+    def weights(self) -> Weights:
+        """Load the weights that are used for inference."""
+        return self.checkpoint.load("ema" if self.config.training.ema else "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +93,30 @@ def open_model(path: Path, warn: Warn = python_warning) -> TrainedModel:
     return TrainedModel(config, run.plan or DEFAULT_PLAN, task, data, checkpoint)
 
 
+def execution_of(config: RunConfig) -> Execution:
+    """Return how this machine applies the model of a recipe: with all of its threads, unless it says less."""
+    threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads
+    return Execution(
+        threads=threads,
+        workers=useful_workers(threads),
+        backend=config.plan.backend,
+        device=config.plan.device,
+    )
+
+
 def load_search(model: TrainedModel, settings: InferenceConfig, execution: Execution | None = None) -> Search:
     """Load the weights. This takes the seconds that the backend takes to import: validate inputs first."""
-    how = execution or model.execution
     program = Program.of(model.config, model.data)
     check_inference(program, settings)
-    backend = load_backend(how)
-    backend.prepare(how)
-    weights = model.checkpoint.load("ema" if model.config.training.ema else "weights")
-    predictor = backend.predictor(program, how, weights)
-    return Search(predictor, settings, model.data)
+    return search_with(program, settings, execution or model.execution, model.weights)
+
+
+def search_with(
+    program: Program, settings: InferenceConfig, execution: Execution, weights: Callable[[], Weights]
+) -> Search:
+    backend = load_backend(execution)
+    backend.prepare(execution)
+    return Search(backend.predictor(program, execution, weights()), settings, program.data)
 
 
 def until_converged(settings: InferenceConfig, depth: int | None) -> dict[str, int | None]:

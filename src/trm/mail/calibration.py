@@ -30,15 +30,19 @@ class ErrorCurve:
         return min(kept) if kept else 1.01
 
 
-def softmax(scores: Float32Array, temperature: float) -> FloatArray:
-    scaled = scores.astype(np.float64) / temperature
-    scaled -= scaled.max(1, keepdims=True)
-    exponents = np.exp(scaled)
-    probabilities: FloatArray = exponents / exponents.sum(1, keepdims=True)
+def softmax(scores: Float32Array | FloatArray, temperature: float) -> FloatArray:
+    probabilities: FloatArray = np.exp(log_softmax(scores, temperature))
     return probabilities
 
 
-def fit_temperature(scores: Float32Array, categories: IntArray) -> float:
+def log_softmax(scores: Float32Array | FloatArray, temperature: float) -> FloatArray:
+    scaled = scores.astype(np.float64) / temperature
+    scaled -= scaled.max(1, keepdims=True)
+    logarithms: FloatArray = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+    return logarithms
+
+
+def fit_temperature(scores: Float32Array | FloatArray, categories: IntArray) -> float:
     """Return the temperature with the best log-likelihood of the right categories.
 
     Scores without a mistake would be best at temperature 0, which promises that there will never be one. So
@@ -48,15 +52,8 @@ def fit_temperature(scores: Float32Array, categories: IntArray) -> float:
     wrong = 1 / (num_rows + 1)
     targets = np.full(scores.shape, wrong / (num_categories - 1))
     targets[np.arange(num_rows), categories] = 1 - wrong
-    losses = [-(targets * _log_softmax(scores, temperature)).sum() for temperature in _TEMPERATURES]
+    losses = [-(targets * log_softmax(scores, temperature)).sum() for temperature in _TEMPERATURES]
     return float(_TEMPERATURES[int(np.argmin(losses))])
-
-
-def _log_softmax(scores: Float32Array, temperature: float) -> FloatArray:
-    scaled = scores.astype(np.float64) / temperature
-    scaled -= scaled.max(1, keepdims=True)
-    logarithms: FloatArray = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
-    return logarithms
 
 
 def fit_error_curve(probabilities: FloatArray, categories: IntArray) -> ErrorCurve:

@@ -19,9 +19,9 @@ from macbook_optimization.durable_files import replace_file
 from macbook_optimization.errors import DataError
 from macbook_optimization.input_files import read_input
 from macbook_optimization.units import MIB
-from trm.arrays import Float32Array, IntArray
+from trm.arrays import Float32Array, FloatArray, IntArray
 from trm.mail.model import MailModel
-from trm.tasks.documents.bags import Bags
+from trm.mail.reading import Features
 
 FILE_NAME = "corrections.json"
 MARGIN_IN_TEMPERATURES = 4.0  # a corrected message is then answered with a confidence of about 98 %
@@ -37,23 +37,27 @@ class Correction:
     category: int
     columns: IntArray
     weights: Float32Array
-    scores: Float32Array  # of the model without corrections
+    scores: Float32Array  # of the linear path without corrections
+    added: Float32Array  # by the recursive path, in the same units
 
 
 def key_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def correction_of(model: MailModel, bags: Bags, row: int, key: str, category: str) -> Correction:
-    """Return a correction of one row; `model` is the one without corrections."""
+def correction_of(model: MailModel, features: Features, key: str, category: str) -> Correction:
+    """Return a correction of one message; `model` is the one without corrections."""
     if category not in model.categories:
         raise DataError(
             f"{category!r} is not a category of this model",
             hint=f"Its categories are {', '.join(model.categories)}. A new one needs training.",
         )
-    chosen = bags.rows(np.array([row]))
-    scores = model.table.scores(chosen)[0]
-    return Correction(key, model.categories.index(category), chosen.indices, chosen.weights, scores)
+    bags = model.bags([features.counts])
+    scores = model.table.scores(bags)[0]
+    added = np.zeros_like(scores)
+    if model.num_tokens:
+        added = model.recursive_scores([features.mail])[0].astype(np.float32)
+    return Correction(key, model.categories.index(category), bags.indices, bags.weights, scores, added)
 
 
 def apply_corrections(model: MailModel, corrections: Sequence[Correction]) -> MailModel:
@@ -70,7 +74,9 @@ def fit_corrections(
     """Return the columns that change, and by how much for each category.
 
     Passive-aggressive updates, each the smallest that gives one message its margin, are repeated until none
-    violates it. Messages that contradict each other never agree, so the number of passes is limited.
+    violates it. Messages that contradict each other never agree, so the number of passes is limited. The
+    margin holds with and without what the recursive path adds, since it is skipped where the linear path is
+    certain.
     """
     columns = np.unique(np.concatenate([correction.columns for correction in corrections]))
     change = np.zeros((len(columns), num_categories))
@@ -78,19 +84,27 @@ def fit_corrections(
     for _ in range(_MAX_PASSES):
         num_updates = 0
         for correction, rows in zip(corrections, places, strict=True):
-            squared = float((correction.weights.astype(np.float64) ** 2).sum())
-            scores = correction.scores + correction.weights @ change[rows]
-            rival = _best_other(scores, correction.category)
-            lack = margin - (scores[correction.category] - scores[rival])
-            if squared == 0.0 or lack <= 1e-6:
-                continue
-            num_updates += 1
-            step = lack / (2 * squared) * correction.weights
-            change[rows, correction.category] += step
-            change[rows, rival] -= step
+            for added in (0.0, correction.added) if correction.added.any() else (0.0,):
+                num_updates += _update(change, rows, correction, correction.scores + added, margin)
         if not num_updates:
             break
     return columns, change.astype(np.float32)
+
+
+def _update(
+    change: FloatArray, rows: IntArray, correction: Correction, scores: Float32Array, margin: float
+) -> bool:
+    """Change the rows of one message if its margin is too small; return whether that was so."""
+    squared = float((correction.weights.astype(np.float64) ** 2).sum())
+    current = scores + correction.weights @ change[rows]
+    rival = _best_other(current, correction.category)
+    lack = margin - (current[correction.category] - current[rival])
+    if squared == 0.0 or lack <= 1e-6:
+        return False
+    step = lack / (2 * squared) * correction.weights
+    change[rows, correction.category] += step
+    change[rows, rival] -= step
+    return True
 
 
 def _best_other(scores: np.ndarray, category: int) -> int:
@@ -111,6 +125,7 @@ def load_corrections(directory: Path, num_columns: int) -> list[Correction]:
                 columns=np.array(row["columns"], dtype=np.int64),
                 weights=np.array(row["weights"], dtype=np.float32),
                 scores=np.array(row["scores"], dtype=np.float32),
+                added=np.array(row["added"], dtype=np.float32),
             )
             for row in rows
         ]
@@ -131,6 +146,7 @@ def save_corrections(directory: Path, corrections: Sequence[Correction]) -> None
             "columns": each.columns.tolist(),
             "weights": [round(float(value), 6) for value in each.weights],
             "scores": [round(float(value), 6) for value in each.scores],
+            "added": [round(float(value), 6) for value in each.added],
         }
         for each in corrections
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from trm.mail.corrections import (
     save_corrections,
     with_correction,
 )
+from trm.mail.loading import model_directory
 from trm.mail.model import DEFAULT_MAX_ERROR, Decision, MailModel, load_model
 from trm.mail.reading import Features, Read, features_of, read_features
 from trm.tasks.documents.mailboxes import Message
 from trm.tasks.documents.parse_pool import ParsePool
 
-DIRECTORY = "mail"  # of a run
 _BATCH_SIZE = 256
 
 
@@ -35,6 +36,7 @@ class Classifier:
     corrections: list[Correction]
     model: MailModel  # with corrections
     pool: ParsePool[Features]
+    full: bool = False  # use the recursive path also where the linear one is certain
 
     def decide(
         self, messages: Iterable[Message], max_error: float = DEFAULT_MAX_ERROR
@@ -43,7 +45,10 @@ class Classifier:
         reads = read_features(messages, self.pool)
         while batch := list(islice(reads, _BATCH_SIZE)):
             bags = self.model.bags([read.features.counts for read in batch])
-            for read, decision in zip(batch, self.model.decide(bags, max_error), strict=True):
+            mails = [read.features.mail for read in batch]
+            for read, decision in zip(
+                batch, self.model.decide(bags, mails, max_error, full=self.full), strict=True
+            ):
                 yield read, None if read.features.mail.verdict == "skipped" else decision
 
     def learn(self, messages: Iterable[Message], category: str) -> tuple[int, int]:
@@ -62,8 +67,8 @@ class Classifier:
             if decision.category == category and (not decision.unsure or (key, category) in known):
                 num_right += 1
                 continue
-            bags = self.fitted.bags([read.features.counts])
-            corrections = with_correction(corrections, correction_of(self.fitted, bags, 0, key, category))
+            new = correction_of(self.fitted, read.features, key, category)
+            corrections = with_correction(corrections, new)
             num_learned += 1
         if num_learned:
             save_corrections(self.directory, corrections)
@@ -79,9 +84,9 @@ class Classifier:
 
 
 @contextmanager
-def open_classifier(run: Path, jobs: int = 1) -> Iterator[Classifier]:
-    directory = run / DIRECTORY
+def open_classifier(run: Path, jobs: int = 1, *, full: bool = False) -> Iterator[Classifier]:
+    directory = model_directory(run)
     fitted = load_model(directory)
     corrections = load_corrections(directory, len(fitted.vocabulary.idf))
-    with ParsePool(features_of, jobs) as pool:
-        yield Classifier(directory, fitted, corrections, apply_corrections(fitted, corrections), pool)
+    with ParsePool(partial(features_of, num_tokens=fitted.num_tokens), jobs) as pool:
+        yield Classifier(directory, fitted, corrections, apply_corrections(fitted, corrections), pool, full)

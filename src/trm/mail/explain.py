@@ -1,6 +1,6 @@
 """Which words and fields drove a decision.
 
-The score of a category is a sum over the n-grams of a message, so each n-gram has an exact share in it: its
+The linear score of a category is a sum over the n-grams of a message, so each n-gram has an exact share: its
 weight times the difference between the table's columns for the category and for the next best one.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from trm.arrays import FloatArray
 from trm.mail.model import Decision, MailModel
-from trm.tasks.documents.bags import Bags
+from trm.mail.reading import Features
 
 _FIELDS = {"S": "subject", "H": "header", "L": "link", "A": "attachment"}
 
@@ -27,19 +27,31 @@ class Reason:
     share: float
 
 
-def explain(model: MailModel, bags: Bags, row: int, count: int = 12) -> tuple[str, list[Reason]]:
-    """Return the rival category, and the n-grams with the largest shares for and against the decision."""
-    chosen = bags.rows(np.array([row]))
-    scores = model.table.scores(chosen)[0]
-    order = np.argsort(-scores, kind="stable")
+def explain(model: MailModel, features: Features, count: int = 12) -> tuple[str, list[Reason]]:
+    """Return the rival category, and what had the largest shares for and against the decision.
+
+    Shares are in units of the linear scores. What the recursive path added is one share of its own: it reads
+    the tokens in their order, and cannot be divided among them.
+    """
+    bags = model.bags([features.counts])
+    added = np.zeros(len(model.categories))
+    if len(model.mixture.needs_recursion(np.exp(model.linear(bags)))):
+        added = model.recursive_scores([features.mail])[0]
+    order = np.argsort(-(model.table.scores(bags)[0] + added), kind="stable")
     best = int(order[0])
     rival = int(order[1])
-    columns = chosen.indices
+    columns = bags.indices
     difference = model.table.weights[columns, best] - model.table.weights[columns, rival]
-    shares: FloatArray = difference.astype(np.float64) * chosen.weights
+    shares: FloatArray = difference.astype(np.float64) * bags.weights
     largest = np.argsort(-np.abs(shares), kind="stable")[:count]
     names = _names(model)
-    return model.categories[rival], [_reason(names[columns[i]], float(shares[i])) for i in largest]
+    reasons = [_reason(names[columns[i]], float(shares[i])) for i in largest]
+    if added.any():
+        reasons.append(
+            Reason("all tokens in their order", "recursive path", float(added[best] - added[rival]))
+        )
+        reasons.sort(key=lambda reason: -abs(reason.share))
+    return model.categories[rival], reasons
 
 
 def _names(model: MailModel) -> list[str]:

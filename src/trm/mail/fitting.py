@@ -92,6 +92,7 @@ def fit_model(
                 "calibration_error": expected_calibration_error(probabilities, labels),
             },
         },
+        baseline=fit_baseline(bags, labels, num_categories),
     )
     return model, fit.unseen_scores
 

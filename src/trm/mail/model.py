@@ -1,7 +1,8 @@
 """A trained mail classifier: what it needs to decide, and where that is on disk.
 
 A model directory holds no message: `mail.json` has the categories and the calibration, `linear.safetensors`
-the table and the idf, and `vocabulary.txt` the n-grams that are its columns.
+the table and the idf, and `vocabulary.txt` the n-grams that are its columns. With a recursive path, its
+weights and its tokenizer are beside them. `baseline.safetensors` is only compared with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,19 @@ from macbook_optimization.input_files import read_input
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
 from trm.arrays import Float32Array, FloatArray
-from trm.mail.calibration import ErrorCurve, softmax
+from trm.mail.calibration import ErrorCurve, log_softmax, softmax
+from trm.mail.mixing import Mixture
+from trm.mail.network import Network, file_names
 from trm.tasks.documents.bags import Bags, Vocabulary
 from trm.tasks.documents.linear import Table
+from trm.tasks.documents.mail import Mail
 
 SCHEMA = 1
-FILES = ("linear.safetensors", "vocabulary.txt")
+DESCRIPTION_FILE = "mail.json"
+TABLE_FILE = "linear.safetensors"
+VOCABULARY_FILE = "vocabulary.txt"
+BASELINE_FILE = "baseline.safetensors"
+LINEAR, RECURSIVE, TOGETHER, BASELINE = "linear path", "recursive path", "together", "TF-IDF + LinearSVC"
 DEFAULT_MAX_ERROR = 0.01
 _MAX_BYTES = 2048 * MIB
 
@@ -45,21 +53,67 @@ class MailModel:
     vocabulary: Vocabulary
     table: Table
     parts: tuple[str, ...]  # what the linear path was made of
-    temperature: float
+    temperature: float  # of the linear path
     curve: ErrorCurve
     facts: JsonObject  # about the training, for people
+    network: Network | None = None
+    mixture: Mixture = field(default_factory=Mixture)
+    baseline: Table | None = None
 
     def bags(self, documents: Sequence[Counter[str]]) -> Bags:
         return self.vocabulary.bags(documents)
 
-    def probabilities(self, bags: Bags) -> FloatArray:
-        return softmax(self.table.scores(bags), self.temperature)
+    def linear(self, bags: Bags) -> FloatArray:
+        """Return the log-probabilities of the linear path."""
+        return log_softmax(self.table.scores(bags), self.temperature)
 
-    def decide(self, bags: Bags, max_error: float = DEFAULT_MAX_ERROR) -> list[Decision]:
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of a message deciding may need; 0 if the linear path decides alone."""
+        return self.network.length if self.network is not None and self.mixture.gate else 0
+
+    def recursive_scores(self, mails: Sequence[Mail]) -> FloatArray:
+        """Return what the recursive path adds, in units of the linear scores."""
+        assert self.network is not None
+        return self.temperature * self.mixture.added(self.network.log_probabilities(mails))
+
+    def probabilities(self, bags: Bags, mails: Sequence[Mail], *, full: bool = False) -> FloatArray:
+        """Return probabilities of the categories.
+
+        The recursive path is skipped where the linear one is certain, unless `full`.
+        """
+        linear = self.linear(bags)
+        found: FloatArray = np.exp(linear)
+        rows = self.mixture.needs_recursion(np.zeros_like(found) if full else found)
+        if self.network is not None and len(rows):
+            recursive = self.network.log_probabilities([mails[row] for row in rows.tolist()])
+            found[rows] = self.mixture.together(linear[rows], recursive)
+        return found
+
+    def columns(self, bags: Bags, mails: Sequence[Mail]) -> dict[str, FloatArray]:
+        """Return the probabilities of each path alone, of both together, and of the baseline."""
+        linear = self.linear(bags)
+        found = {LINEAR: np.exp(linear)}
+        if self.network is not None:
+            recursive = self.network.log_probabilities(mails)
+            found[RECURSIVE] = softmax(recursive, self.mixture.recursive_temperature)
+            found[TOGETHER] = self.probabilities(bags, mails) if self.mixture.gate else np.exp(linear)
+        if self.baseline is not None:
+            found[BASELINE] = softmax(self.baseline.scores(bags), 1.0)
+        return found
+
+    def decide(
+        self,
+        bags: Bags,
+        mails: Sequence[Mail],
+        max_error: float = DEFAULT_MAX_ERROR,
+        *,
+        full: bool = False,
+    ) -> list[Decision]:
         """Decide about every row; an answer below the confidence that keeps the error budget is unsure."""
         threshold = self.curve.threshold(max_error)
         decisions = []
-        for row in self.probabilities(bags):
+        for row in self.probabilities(bags, mails, full=full):
             best = int(row.argmax())
             confidence = float(row[best])
             named = dict(zip(self.categories, row.tolist(), strict=True))
@@ -75,14 +129,8 @@ class MailModel:
 
 def save_model(model: MailModel, directory: Path) -> None:
     """Write the files aside and rename them; the description comes last, with the hashes of the others."""
-    from safetensors.numpy import save
-
     make_directory(directory)
-    tensors = {"weights": model.table.weights, "bias": model.table.bias, "idf": model.vocabulary.idf}
-    contents = {
-        "linear.safetensors": save(tensors),
-        "vocabulary.txt": "".join(f"{name}\n" for name in model.vocabulary.columns).encode(),
-    }
+    contents = _contents(model)
     for name, content in contents.items():
         replace_file(directory / name, content)
     description = {
@@ -92,32 +140,39 @@ def save_model(model: MailModel, directory: Path) -> None:
         "temperature": model.temperature,
         "curve": asdict(model.curve),
         "facts": model.facts,
+        "mixture": asdict(model.mixture),
+        "recursive": _recursive_facts(model.network),
         "sha256": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
-    replace_file(directory / "mail.json", json.dumps(description, indent=2).encode())
+    replace_file(directory / DESCRIPTION_FILE, json.dumps(description, indent=2).encode())
+
+
+def _recursive_facts(network: Network | None) -> JsonObject | None:
+    if network is None:
+        return None
+    return {"recipe": network.recipe, "spec": network.spec, "members": network.num_members}
+
+
+def _contents(model: MailModel) -> dict[str, bytes]:
+    from safetensors.numpy import save
+
+    tensors = {"weights": model.table.weights, "bias": model.table.bias, "idf": model.vocabulary.idf}
+    contents = {
+        TABLE_FILE: save(tensors),
+        VOCABULARY_FILE: "".join(f"{name}\n" for name in model.vocabulary.columns).encode(),
+    }
+    if model.baseline is not None:
+        contents[BASELINE_FILE] = save({"weights": model.baseline.weights, "bias": model.baseline.bias})
+    if model.network is not None:
+        contents |= model.network.files
+    return contents
 
 
 def load_model(directory: Path) -> MailModel:
     """Read a model, and verify that its files belong together."""
-    from safetensors.numpy import load
-
     try:
-        description = json.loads(read_input(directory / "mail.json", 64 * MIB))
-        contents = {name: read_input(directory / name, _MAX_BYTES) for name in FILES}
-        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        if description["schema"] != SCHEMA or description["sha256"] != hashes:
-            raise DataError(f"The files of {directory} do not belong together", hint="Train the model again.")
-        tensors = load(contents["linear.safetensors"])
-        names = contents["vocabulary.txt"].decode().split("\n")[:-1]
-        return MailModel(
-            categories=tuple(description["categories"]),
-            vocabulary=Vocabulary({name: i for i, name in enumerate(names)}, tensors["idf"]),
-            table=Table(tensors["weights"], tensors["bias"]),
-            parts=tuple(description["parts"]),
-            temperature=float(description["temperature"]),
-            curve=ErrorCurve(**{name: tuple(values) for name, values in description["curve"].items()}),
-            facts=description["facts"],
-        )
+        description = json.loads(read_input(directory / DESCRIPTION_FILE, 64 * MIB))
+        return _loaded(directory, description)
     except OSError as error:
         raise DataError(
             f"{directory} holds no mail model: {error.strerror or error}",
@@ -127,3 +182,34 @@ def load_model(directory: Path) -> MailModel:
         raise DataError(
             f"The mail model in {directory} is damaged: {error}", hint="Train it again."
         ) from error
+
+
+def _loaded(directory: Path, description: JsonObject) -> MailModel:
+    from safetensors.numpy import load
+
+    recursive = description.get("recursive")
+    network_files = file_names(int(recursive["members"])) if recursive else ()
+    names = [TABLE_FILE, VOCABULARY_FILE, *network_files]
+    if BASELINE_FILE in description["sha256"]:
+        names.append(BASELINE_FILE)
+    contents = {name: read_input(directory / name, _MAX_BYTES) for name in names}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    if description["schema"] != SCHEMA or description["sha256"] != hashes:
+        raise DataError(f"The files of {directory} do not belong together", hint="Train the model again.")
+    tensors = load(contents[TABLE_FILE])
+    ngrams = contents[VOCABULARY_FILE].decode().split("\n")[:-1]
+    baseline = load(contents[BASELINE_FILE]) if BASELINE_FILE in contents else None
+    files = {name: contents[name] for name in network_files}
+    network = Network(recursive["recipe"], recursive["spec"], files) if recursive else None
+    return MailModel(
+        categories=tuple(description["categories"]),
+        vocabulary=Vocabulary({name: i for i, name in enumerate(ngrams)}, tensors["idf"]),
+        table=Table(tensors["weights"], tensors["bias"]),
+        parts=tuple(description["parts"]),
+        temperature=float(description["temperature"]),
+        curve=ErrorCurve(**{name: tuple(values) for name, values in description["curve"].items()}),
+        facts=description["facts"],
+        network=network,
+        mixture=Mixture(**description.get("mixture", {})),
+        baseline=None if baseline is None else Table(baseline["weights"], baseline["bias"]),
+    )

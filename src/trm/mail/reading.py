@@ -13,6 +13,7 @@ from trm.tasks.documents.mail import Mail, parse_mail
 from trm.tasks.documents.mailboxes import Format, Message, num_source_bytes, read_messages
 from trm.tasks.documents.parse_pool import Failure, ParsePool
 from trm.tasks.documents.quality import Language, language_of
+from trm.tasks.documents.tokens import bounded
 from trm.tasks.documents.words import ngrams
 
 
@@ -20,23 +21,28 @@ from trm.tasks.documents.words import ngrams
 class Features:
     """What a worker makes of a message."""
 
-    mail: Mail  # without its text, which would only cost time to pass on
+    mail: Mail  # without text and header words that nothing needs: passing them on costs time
     counts: Counter[str]
     fingerprint: Fingerprint | None = None
     language: Language = "unknown"
 
 
-def features_of(raw: bytes) -> Features:
-    """Return what classifying needs."""
+def features_of(raw: bytes, num_tokens: int = 0) -> Features:
+    """Return what classifying needs. `num_tokens`: how many tokens may be made of the message."""
     mail = parse_mail(raw)
-    return Features(replace(mail, text="", header_words=()), Counter(ngrams(mail)))
+    return Features(_kept(mail, num_tokens), Counter(ngrams(mail)))
 
 
-def training_features_of(raw: bytes) -> Features:
+def training_features_of(raw: bytes, num_tokens: int = 0) -> Features:
     """Return what training needs."""
     mail = parse_mail(raw)
-    kept = replace(mail, text=mail.text[:1], header_words=())  # enough to see that it is not empty
-    return Features(kept, Counter(ngrams(mail)), fingerprint(mail), language_of(mail))
+    return Features(_kept(mail, num_tokens), Counter(ngrams(mail)), fingerprint(mail), language_of(mail))
+
+
+def _kept(mail: Mail, num_tokens: int) -> Mail:
+    if num_tokens:
+        return bounded(mail, num_tokens)
+    return replace(mail, text=mail.text[:1], header_words=())  # enough to see that it is not empty
 
 
 @dataclass(frozen=True, slots=True)

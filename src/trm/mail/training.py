@@ -5,20 +5,28 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from macbook_optimization.errors import DataError, RunError
-from macbook_optimization.json_types import JsonObject
 from trm.arrays import BoolArray, IntArray
 from trm.display import Display
 from trm.mail.calibration import expected_calibration_error
-from trm.mail.deciding import DIRECTORY
-from trm.mail.fitting import Drift, Figures, TrainingSet, figures, fit_baseline, fit_model, measure_drift
-from trm.mail.model import DEFAULT_MAX_ERROR, MailModel, save_model
+from trm.mail.fitting import TrainingSet, figures, fit_model, measure_drift
+from trm.mail.loading import DIRECTORY
+from trm.mail.model import DEFAULT_MAX_ERROR, DESCRIPTION_FILE, MailModel, load_model, save_model
+from trm.mail.network_training import (
+    MIN_MESSAGES,
+    VALIDATION_SHARE,
+    Labelled,
+    NetworkOptions,
+    add_network,
+)
 from trm.mail.reading import Read, messages_of, read_features, training_features_of
+from trm.mail.report import HeldOut, Report
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
 from trm.tasks.documents.labels import CategoryMap, LabelCounts, category_of, default_map
@@ -27,6 +35,7 @@ from trm.tasks.documents.mailboxes import Format
 from trm.tasks.documents.parse_pool import ParsePool
 from trm.tasks.documents.quality import QualityCounter, QualityReport
 from trm.tasks.documents.splits import SplitItem, SplitRules, choose_test
+from trm.tasks.documents.tokens import TRAINING_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +48,7 @@ class MailOptions:
     held_out: SplitRules = field(default_factory=lambda: SplitRules("random", 0.1))
     max_error: float = DEFAULT_MAX_ERROR
     jobs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """How well the model does on messages that nothing was chosen on."""
-
-    messages: int
-    linear: Figures
-    baseline: Figures  # TF-IDF + LinearSVC on the same messages
-    decided: float  # share of the messages that were not unsure
-    error_of_decided: float
-    calibration_error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    run: str
-    quality: JsonObject
-    held_out: HeldOut | None
-    drift: Drift | None
-    seconds: float
-
-    def to_json(self) -> JsonObject:
-        return asdict(self)
+    network: NetworkOptions | None = None  # None: the linear path alone
 
 
 @dataclass(slots=True)
@@ -87,42 +73,99 @@ class Collected:
 def train_mail(
     sources: Sequence[str | Path], run: Path, options: MailOptions, display: Display
 ) -> tuple[MailModel, Report]:
-    """Read, fit, measure on held-out messages, and save the model in the run directory."""
+    """Read, fit, measure on held-out messages, and save the model in the run directory.
+
+    The model is saved, and can be used, before the recursive path is trained. The same call continues that
+    training if it was interrupted.
+    """
     started = time.monotonic()
     directory = run / DIRECTORY
-    if (directory / "mail.json").exists():
-        raise RunError(f"{run} already holds a mail model", hint="Choose another --run directory.")
+    _check_new(directory, options)
+    material = _read(sources, options, display)
+    display.message(material.quality.text())
+    display.status("Fitting the linear path")
+    is_test = choose_test(material.items, options.held_out) if options.held_out.test_share else None
+    held_out = np.zeros(len(material.items), dtype=np.bool_) if is_test is None else is_test
+    training = material.part(~held_out)
+    model, unseen = fit_model(training, {"held_out": int(held_out.sum())}, options.min_documents)
+    drift = measure_drift(training, model, options.max_error)
+
+    def report_on(model: MailModel) -> Report:
+        display.status("Measuring on messages that were held out")
+        found = _measure(model, material, held_out, options.max_error)
+        seconds = time.monotonic() - started
+        return Report(str(run), material.quality.to_json(), found, drift, seconds)
+
+    wants_network = options.network is not None and len(training.rows) >= MIN_MESSAGES
+    report = _save(model, report_on(model), directory, complete=not wants_network)
+    if options.network is None or not wants_network:
+        return model, report
+    display.message(
+        f"The linear path is in {run} and can be used now, after {report.seconds:.0f} s. Training the "
+        "recursive path; the same command continues it after Ctrl-C."
+    )
+    inside = [item for item, held in zip(material.items, held_out.tolist(), strict=True) if not held]
+    rules = replace(options.held_out, test_share=VALIDATION_SHARE, seed=options.held_out.seed + 1)
+    mails = material.mails(~held_out)
+    is_validation = choose_test(inside, rules)
+    given = Labelled(mails, options.min_documents, training.labels, unseen, is_validation)
+    model = add_network(model, given, run, options.network, display)
+    return model, _save(model, report_on(model), directory, complete=True)
+
+
+def _check_new(directory: Path, options: MailOptions) -> None:
+    if not (directory / DESCRIPTION_FILE).exists():
+        return
+    if load_model(directory).facts.get("complete") or options.network is None:
+        raise RunError(
+            f"{directory.parent} already holds a mail model", hint="Choose another --run directory."
+        )
+
+
+def _save(model: MailModel, report: Report, directory: Path, *, complete: bool) -> Report:
+    facts = {**model.facts, "complete": complete, "report": report.to_json()}
+    save_model(replace(model, facts=facts), directory)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The messages that have a category, in compact form."""
+
+    quality: QualityReport
+    collected: Collected
+    rows: IntArray  # of the corpus
+    items: list[SplitItem]
+    labels: IntArray
+    groups: IntArray
+    categories: tuple[str, ...]
+
+    def part(self, chosen: BoolArray) -> TrainingSet:
+        dates = np.array([np.nan if item.date is None else item.date for item in self.items])
+        return TrainingSet(
+            self.collected.corpus,
+            self.rows[chosen],
+            self.labels[chosen],
+            dates[chosen],
+            self.groups[chosen],
+            self.categories,
+        )
+
+    def mails(self, chosen: BoolArray) -> list[Mail]:
+        return [self.collected.reads[row].features.mail for row in self.rows[chosen].tolist()]
+
+
+def _read(sources: Sequence[str | Path], options: MailOptions, display: Display) -> Material:
+    num_tokens = 0 if options.network is None else TRAINING_TOKENS
     collected = Collected()
-    with ParsePool(training_features_of, options.jobs) as pool:
+    with ParsePool(partial(training_features_of, num_tokens=num_tokens), options.jobs) as pool:
         for read in read_features(messages_of(sources, options.format, display.update), pool):
             collected.add(read)
     quality, rows, items = _categorised(collected, options)
-    display.message(quality.text())
-    display.status("Fitting the linear path")
     categories = tuple(sorted(quality.categories))
     labels = np.array([categories.index(item.category) for item in items], dtype=np.int64)
-    dates = np.array([np.nan if item.date is None else item.date for item in items])
     groups = find_duplicates([item.fingerprint for item in items]).near
-    is_test = choose_test(items, options.held_out)
-
-    def part(chosen: BoolArray) -> TrainingSet:
-        return TrainingSet(
-            collected.corpus, rows[chosen], labels[chosen], dates[chosen], groups[chosen], categories
-        )
-
-    training = part(~is_test)
-    model, _ = fit_model(training, {"held_out": int(is_test.sum())}, options.min_documents)
-    display.status("Measuring on messages that were held out")
-    held_out = _measure(model, training, part(is_test), options.max_error)
-    report = Report(
-        run=str(run),
-        quality=quality.to_json(),
-        held_out=held_out,
-        drift=measure_drift(training, model, options.max_error),
-        seconds=time.monotonic() - started,
-    )
-    save_model(replace(model, facts={**model.facts, "report": report.to_json()}), directory)
-    return model, report
+    return Material(quality, collected, rows, items, labels, groups, categories)
 
 
 def _categorised(
@@ -151,21 +194,21 @@ def _categorised(
     return counter.report(), np.array(rows, dtype=np.int64), items
 
 
-def _measure(model: MailModel, training: TrainingSet, test: TrainingSet, max_error: float) -> HeldOut | None:
-    if not len(test.rows):
+def _measure(model: MailModel, material: Material, held_out: BoolArray, max_error: float) -> HeldOut | None:
+    if not held_out.any():
         return None
+    test = material.part(held_out)
     bags = test.corpus.bags(model.vocabulary, test.rows)
-    probabilities = model.probabilities(bags)
-    predicted = probabilities.argmax(1)
+    mails = material.mails(held_out)
+    probabilities = model.probabilities(bags, mails)
     decided = probabilities.max(1) >= model.curve.threshold(max_error)
-    num_categories = len(test.categories)
-    train_bags = training.corpus.bags(model.vocabulary, training.rows)
-    baseline = fit_baseline(train_bags, training.labels, num_categories)
-    wrong = predicted != test.labels
+    wrong = probabilities.argmax(1) != test.labels
     return HeldOut(
         messages=len(test.rows),
-        linear=figures(test.labels, predicted, num_categories),
-        baseline=figures(test.labels, baseline.scores(bags).argmax(1), num_categories),
+        columns={
+            name: figures(test.labels, found.argmax(1), len(test.categories))
+            for name, found in model.columns(bags, mails).items()
+        },
         decided=float(decided.mean()),
         error_of_decided=float(wrong[decided].mean()) if decided.any() else 0.0,
         calibration_error=expected_calibration_error(probabilities, test.labels),

@@ -3,6 +3,7 @@
 import random
 from email.message import EmailMessage
 
+LENGTH = 48  # tokens per message of the small network
 COMMON = (
     "please", "note", "that", "this", "week", "the", "team", "will", "have", "a", "look", "at", "it", "and",
     "send", "you", "all", "details", "today",

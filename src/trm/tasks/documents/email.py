@@ -6,7 +6,7 @@ The dataset has the layout of every other task, with a length per row and the vo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.dataset_writer import DatasetWriter
 from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
-from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.tokens import (
     FILE_NAME,
     SEP_TOKEN,
@@ -49,7 +48,8 @@ def write_documents(
     if unknown:
         raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
     progress("training the tokenizer", 0, 1)
-    tokenizer = MailTokenizer.train([each.mail for each in documents.train], settings.vocab_size)
+    mails = [each.mail for each in documents.train]
+    tokenizer = MailTokenizer.train(mails, settings.vocab_size, settings.min_df)
     progress("training the tokenizer", 1, 1)
     made_by = {"task": EmailTask.name, "options": settings.model_dump(mode="json")}
     spec = spec_of(settings, documents.categories)
@@ -72,18 +72,17 @@ def spec_of(settings: TokenOptions, categories: tuple[str, ...]) -> DataSpec:
     return DataSpec(settings.length, settings.vocab_size, len(categories), class_names=categories)
 
 
-def questions(tokenizer: MailTokenizer, mails: Sequence[Mail], length: int) -> Iterator[Batch]:
-    """Yield messages as batches without labels, a thousand at a time and in their order."""
-    for start in range(0, len(mails), _ROWS_AT_A_TIME):
-        tokens, lengths = padded(tokenizer.encode(mails[start : start + _ROWS_AT_A_TIME], length), length)
-        yield Batch(
-            slots=np.arange(len(tokens)),
-            inputs=tokens,
-            labels=np.full_like(tokens, IGNORE_LABEL),
-            puzzle_identifiers=np.zeros(len(tokens), dtype=np.int64),
-            fresh=np.ones(len(tokens), dtype=bool),
-            lengths=lengths,
-        )
+def question_batch(rows: Sequence[IntArray], length: int) -> Batch:
+    """Return tokens of messages as a batch without labels."""
+    tokens, lengths = padded(rows, length)
+    return Batch(
+        slots=np.arange(len(tokens)),
+        inputs=tokens,
+        labels=np.full_like(tokens, IGNORE_LABEL),
+        puzzle_identifiers=np.zeros(len(tokens), dtype=np.int64),
+        fresh=np.ones(len(tokens), dtype=bool),
+        lengths=lengths,
+    )
 
 
 def _labels(part: Sequence[Document], categories: tuple[str, ...], tokens: IntArray) -> IntArray:

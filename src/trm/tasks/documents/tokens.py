@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,10 @@ MAX_SUBJECT_TOKENS = 64
 MAX_FEATURE_TOKENS = 64
 _TAIL_SHARE = 0.25  # of the room for a long body; the rest is its beginning
 _FEATURE_SHARE = 0.25  # of the vocabulary at most
-_MIN_MAILS = 2  # that have a feature; one that is rarer says only which kind it is
+MIN_MAILS = 2  # that have a feature; one that is rarer says only which kind it is
 _MAX_LETTERS = 1000  # different characters that words are made of; the others are unknown
 _CHARACTERS_PER_TOKEN = 10  # read for each token that may be kept, spaces and punctuation included
-_TRAINING_TOKENS = 4096  # of a message that the vocabulary is trained on
+TRAINING_TOKENS = 4096  # of a message that the vocabulary is trained on
 _LONG_CODE = 4
 _DIGIT = re.compile(r"\d")
 _START = "\u2581"  # begins a word. The library's own marks are numbered in random order, so we add this one
@@ -52,6 +52,8 @@ class TokenOptions(Section):
     """Most tokens per message; of a long body, the beginning and the end are kept."""
     vocab_size: Count = 16_000
     """Tokens in the vocabulary: pieces of words, header features and marks."""
+    min_df: Count = MIN_MAILS
+    """Leave out domains and header words of fewer messages than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,17 @@ class MailTokenizer:
     features: dict[str, int]
 
     @classmethod
-    def train(cls, mails: Sequence[Mail], vocab_size: int) -> MailTokenizer:
+    def train(cls, mails: Sequence[Mail], vocab_size: int, min_mails: int = MIN_MAILS) -> MailTokenizer:
+        """Make a vocabulary. A header feature that fewer than `min_mails` messages have is not in it."""
         library = _library()
-        known = _known_features(mails, int(_FEATURE_SHARE * vocab_size))
+        known = _known_features(mails, int(_FEATURE_SHARE * vocab_size), min_mails)
         texts = [_text(mail) for mail in mails]
         letters = _letters(texts, min(_MAX_LETTERS, vocab_size // 8))
         tokenizer = library.Tokenizer(library.models.BPE(unk_token=_MARKS[1]))
         tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            min_frequency=2,
+            min_frequency=max(2, min_mails),
             initial_alphabet=letters,
             limit_alphabet=len(letters),
             special_tokens=[*_MARKS, *known],
@@ -156,13 +159,13 @@ def padded(rows: Sequence[IntArray], length: int) -> tuple[IntArray, IntArray]:
     return tokens, np.array([len(row) for row in rows], dtype=np.int64)
 
 
-def _known_features(mails: Iterable[Mail], limit: int) -> list[str]:
+def _known_features(mails: Iterable[Mail], limit: int, min_mails: int) -> list[str]:
     """Return one feature per kind for the rare ones, and those of several messages, most frequent first."""
     mails_with: Counter[str] = Counter()
     for mail in mails:
         mails_with.update(set(features(mail)))
     rare = sorted({_rare(name) for name in mails_with})
-    common = [(-count, name) for name, count in mails_with.items() if count >= _MIN_MAILS]
+    common = [(-count, name) for name, count in mails_with.items() if count >= min_mails]
     return [*rare, *(name for _, name in sorted(common) if name not in rare)][:limit]
 
 
@@ -181,20 +184,26 @@ def _rare(feature: str) -> str:
 
 
 def _text(mail: Mail) -> str:
-    return f"{_subject(mail)} {_body(mail, _TRAINING_TOKENS)}"
+    return f"{_subject(mail)} {_body(mail, TRAINING_TOKENS)}"
 
 
 def _subject(mail: Mail) -> str:
     return _marked(words(mail.subject)[:MAX_SUBJECT_TOKENS])
 
 
+def bounded(mail: Mail, length: int = TRAINING_TOKENS) -> Mail:
+    """Return a message with only those parts of its text from which `length` tokens can be made."""
+    return replace(mail, text=_ends(mail.text, length))
+
+
 def _body(mail: Mail, length: int) -> str:
     """Return the words at the beginning and at the end from which tokens can be kept."""
-    text = mail.text
+    return _marked(words(_ends(mail.text, length)))
+
+
+def _ends(text: str, length: int) -> str:
     end = _CHARACTERS_PER_TOKEN * length
-    if len(text) > 2 * end:
-        text = f"{text[:end]} {text[-end:]}"
-    return _marked(words(text))
+    return text if len(text) <= 2 * end else f"{text[:end]} {text[-end:]}"
 
 
 def _marked(found: list[str]) -> str:

@@ -18,7 +18,7 @@ from trm.slots import Slots
 from trm.tasks.base import DataSpec
 from trm.tasks.dataset import open_split
 from trm.tasks.documents.collecting import Document, Documents
-from trm.tasks.documents.email import TASK, questions, write_documents
+from trm.tasks.documents.email import TASK, question_batch, write_documents
 from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.tokens import MailTokenizer, TokenOptions
 from trm.tasks.grids.sudoku import TASK as SUDOKU
@@ -85,7 +85,7 @@ def test_a_dataset_has_lengths_names_and_one_label_per_message(dataset):
 def test_the_tokenizer_of_a_dataset_gives_the_rows_of_the_dataset(dataset):
     tokenizer = MailTokenizer.load(dataset / "tokenizer.json")
     mails = [each.mail for each in documents(40, seed=1)]
-    (batch,) = questions(tokenizer, mails, OPTIONS.length)
+    batch = question_batch(tokenizer.encode(mails, OPTIONS.length), OPTIONS.length)
     stored = open_split(dataset, "test").batch(np.arange(40))
     np.testing.assert_array_equal(batch.inputs, stored.inputs)
     np.testing.assert_array_equal(batch.lengths, stored.lengths)

@@ -1,0 +1,55 @@
+"""What training a mail model found: the data, the measured quality, and whether mail changes with time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from macbook_optimization.json_types import JsonMapping, JsonObject
+from macbook_optimization.units import counted
+from trm.mail.fitting import Drift, Figures
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """How well the model does on messages that nothing was chosen on."""
+
+    messages: int
+    columns: dict[str, Figures]  # of each path, of both together, and of TF-IDF + LinearSVC
+    decided: float  # share of the messages that were not unsure
+    error_of_decided: float
+    calibration_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    run: str
+    quality: JsonObject
+    held_out: HeldOut | None
+    drift: Drift | None
+    seconds: float
+
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    def text(self) -> str:
+        lines = []
+        if self.held_out is not None:
+            lines += held_out_lines(asdict(self.held_out))
+        if self.drift is not None and self.drift.breaks_promise:
+            lines.append(
+                f"Warning: mail changes with time. A model of the older messages was wrong about "
+                f"{self.drift.newest_error:.1%} of the newest that it decided, instead of "
+                f"{self.drift.promised_error:.1%}."
+            )
+        return "\n".join([*lines, f"The model is in {self.run}; it took {self.seconds:.0f} s."])
+
+
+def held_out_lines(found: JsonMapping) -> list[str]:
+    """Return the quality of each path on held-out messages as a table; `found` is a `HeldOut` as JSON."""
+    columns = found["columns"]
+    return [
+        f"On {counted(int(found['messages']), 'held-out message')}:",
+        f"  {'':24}{'accuracy':>9}{'macro-F1':>10}",
+        *(f"  {name:24}{each['accuracy']:>9.1%}{each['macro_f1']:>10.3f}" for name, each in columns.items()),
+        f"  {found['decided']:.1%} decided, {found['error_of_decided']:.1%} of those wrong",
+    ]
