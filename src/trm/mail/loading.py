@@ -10,13 +10,12 @@ from macbook_optimization.errors import DataError
 from trm.mail.corrections import apply_corrections, load_corrections
 from trm.mail.model import DEFAULT_MAX_ERROR, DESCRIPTION_FILE, Decision, MailModel, load_model
 from trm.mail.reading import features_of
-
-DIRECTORY = "mail"  # of a run
+from trm.runs.directory import MAIL
 
 
 def model_directory(path: Path) -> Path:
     """Return the directory of a model: an exported one itself, or that of a run."""
-    return path if (path / DESCRIPTION_FILE).exists() else path / DIRECTORY
+    return path if (path / DESCRIPTION_FILE).exists() else path / MAIL
 
 
 @dataclass(frozen=True, slots=True)

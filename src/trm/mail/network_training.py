@@ -21,7 +21,7 @@ from trm.mail.calibration import fit_error_curve, log_softmax, softmax
 from trm.mail.mixing import fit_mixture
 from trm.mail.model import MailModel
 from trm.mail.network import Network, weights_file
-from trm.runs.directory import Run, only_trainer
+from trm.runs.directory import DATASET, Run, only_trainer
 from trm.runs.saved_state import check_compatible
 from trm.tasks.dataset import open_split
 from trm.tasks.documents.collecting import Document, Documents
@@ -35,7 +35,6 @@ from trm.training.preparation import prepare
 from trm.training.supervisor import supervise
 
 MEMBERS = "ensemble"  # in the run directory: the runs of all networks but the first
-DATASET = "dataset"  # in the run directory: tokens, from which text can be read
 VALIDATION_SHARE = 0.15
 MIN_MESSAGES = 200  # below, there is too little to mix the paths on
 NUM_EPOCHS = 8

@@ -16,7 +16,6 @@ from trm.arrays import BoolArray, IntArray
 from trm.display import Display
 from trm.mail.calibration import expected_calibration_error
 from trm.mail.fitting import TrainingSet, figures, fit_model, measure_drift
-from trm.mail.loading import DIRECTORY
 from trm.mail.model import DEFAULT_MAX_ERROR, DESCRIPTION_FILE, MailModel, load_model, save_model
 from trm.mail.network_training import (
     MIN_MESSAGES,
@@ -27,6 +26,7 @@ from trm.mail.network_training import (
 )
 from trm.mail.reading import Read, messages_of, read_features, training_features_of
 from trm.mail.report import HeldOut, Report
+from trm.runs.directory import MAIL
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
 from trm.tasks.documents.labels import CategoryMap, LabelCounts, category_of, default_map
@@ -79,7 +79,7 @@ def train_mail(
     training if it was interrupted.
     """
     started = time.monotonic()
-    directory = run / DIRECTORY
+    directory = run / MAIL
     _check_new(directory, options)
     material = _read(sources, options, display)
     display.message(material.quality.text())

@@ -31,6 +31,9 @@ from trm.runs.rows import Row
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+DATASET = "dataset"  # of a run that has a dataset of its own
+MAIL = "mail"  # of a run that is a part of a mail model: the rest of it
+PREPARED = (DATASET, MAIL)  # may exist before the run begins
 _MAX_BYTES = MIB  # of a recipe or a plan
 _OTHER_RUN = "Use another --run directory."
 _LENGTH_KEYS = ("training.max_steps ", "training.extensions.")
@@ -150,8 +153,10 @@ def open_run(path: Path, config: RunConfig) -> Run:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether there is nothing, or only what remains of a start that was killed before it wrote a recipe."""
-    return not path.is_dir() or all(file.name.endswith(".partial") for file in path.iterdir())
+    """Whether there is nothing, or only what a start leaves that was killed before it wrote a recipe."""
+    if not path.is_dir():
+        return True
+    return all(file.name in PREPARED or file.name.endswith(".partial") for file in path.iterdir())
 
 
 def refuse_if_different(

@@ -12,11 +12,11 @@ from letters import LENGTH, TOPICS, letter, write_mailbox
 from tiny import Recorder, make_learner, run_config
 
 from trm.config import ModelConfig
-from trm.mail.loading import DIRECTORY
 from trm.mail.mixing import Mixture
 from trm.mail.model import load_model, save_model
 from trm.mail.network import TOKENIZER_FILE, WEIGHTS_FILE, Network
 from trm.mail.training import MailOptions, train_mail
+from trm.runs.directory import MAIL
 from trm.tasks.base import DataSpec
 from trm.tasks.documents.mail import parse_mail
 from trm.tasks.documents.tokens import MailTokenizer
@@ -49,5 +49,5 @@ def untrained(trained, tmp_path_factory):
     )
     run = shutil.copytree(trained[0], tmp_path_factory.mktemp("network") / "run")
     mixture = Mixture(gate=1.0, certain=1.0)
-    save_model(replace(load_model(run / DIRECTORY), network=network, mixture=mixture), run / DIRECTORY)
+    save_model(replace(load_model(run / MAIL), network=network, mixture=mixture), run / MAIL)
     return run

@@ -18,9 +18,10 @@ from trm.cli import cli
 from trm.mail.compression import SCALE, pruned, quantized, restored
 from trm.mail.deciding import open_classifier
 from trm.mail.export import ExportOptions, export_model
-from trm.mail.loading import DIRECTORY, load_mail
+from trm.mail.loading import load_mail
 from trm.mail.model import load_model, save_model
 from trm.mail.onnx_graph import onnx_model, run_onnx
+from trm.runs.directory import MAIL
 from trm.tasks.documents.email import question_batch
 from trm.tasks.documents.mailboxes import Message
 
@@ -126,7 +127,7 @@ def test_the_onnx_graph_equals_our_output(untrained, changes, variant):
     from safetensors.numpy import load, save
     from tiny import make_learner
 
-    network = load_model(untrained / DIRECTORY).network
+    network = load_model(untrained / MAIL).network
     shape = {**network.recipe["model"], "variant": variant, "L_cycles": 2, "L_layers": 1, **changes}
     recipe = {**network.recipe, "model": shape, "inference": {"depth": 2}}
     recipe["training"] = {**recipe["training"], "supervision": "terminal", "loss": "softmax_cross_entropy"}
@@ -151,7 +152,7 @@ def test_several_networks_are_averaged_saved_and_exported(untrained, tmp_path):
     from safetensors.torch import save
     from tiny import make_learner
 
-    model = load_model(untrained / DIRECTORY)
+    model = load_model(untrained / MAIL)
     one = model.network
     recipe = {**one.recipe, "training": {**one.recipe["training"], "loss": "softmax_cross_entropy"}}
     other = make_learner(one.config.model, one.config.training, one.data, seed=8).state()["weights"]

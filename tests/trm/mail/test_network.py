@@ -14,10 +14,9 @@ from tiny import TRM
 
 from trm.mail.deciding import open_classifier
 from trm.mail.explain import explain
-from trm.mail.loading import DIRECTORY
 from trm.mail.model import BASELINE, LINEAR, RECURSIVE, TOGETHER, load_model
 from trm.mail.reading import features_of
-from trm.runs.directory import EVENTS, METRICS, Run
+from trm.runs.directory import EVENTS, MAIL, METRICS, Run
 from trm.tasks.documents.mail import parse_mail
 from trm.tasks.documents.mailboxes import Message
 
@@ -36,7 +35,7 @@ def given_letters(count=6, seed=3):
 
 def test_a_saved_network_gives_the_same_probabilities_in_any_order_and_batch(untrained):
     mails = [parse_mail(each.raw) for each in given_letters(40)]
-    network = load_model(untrained / DIRECTORY).network
+    network = load_model(untrained / MAIL).network
     found = network.log_probabilities(mails)
     np.testing.assert_allclose(np.exp(found).sum(1), 1, atol=1e-5)
     assert len(np.unique(found.round(6), axis=0)) > 30  # it does not say the same about all messages
@@ -45,7 +44,7 @@ def test_a_saved_network_gives_the_same_probabilities_in_any_order_and_batch(unt
 
 
 def test_a_worker_keeps_what_the_network_needs(untrained):
-    network = load_model(untrained / DIRECTORY).network
+    network = load_model(untrained / MAIL).network
     long = letter("work", 1).replace(b"\n\n", b"\n\n" + b"meeting report budget " * 2000, 1)
     whole, kept = parse_mail(long), features_of(long, LENGTH).mail
     assert len(kept.text) < len(whole.text) / 10
@@ -54,7 +53,7 @@ def test_a_worker_keeps_what_the_network_needs(untrained):
 
 
 def test_the_recursive_path_is_skipped_where_the_linear_one_is_certain(untrained):
-    model = load_model(untrained / DIRECTORY)
+    model = load_model(untrained / MAIL)
     features = [features_of(each.raw, LENGTH) for each in given_letters()]
     bags = model.bags([each.counts for each in features])
     mails = [each.mail for each in features]
@@ -83,7 +82,7 @@ def test_corrections_hold_with_both_paths(untrained, tmp_path):
 
 
 def test_an_explanation_says_what_the_recursive_path_added(untrained):
-    model = load_model(untrained / DIRECTORY)
+    model = load_model(untrained / MAIL)
     features = features_of(letter("spam", 3, 5), LENGTH)
     rival, reasons = explain(model, features, count=10_000)
     (added,) = [reason for reason in reasons if reason.field == "recursive path"]
