@@ -6,7 +6,6 @@ count, the time left, the facts in their order, the elapsed time, the descriptio
 
 from __future__ import annotations
 
-import textwrap
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -95,23 +94,3 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def wrap_words(text: str, columns: int) -> str:
-    """Wrap every line between words; what follows a break is indented deeper than the text itself.
-
-    A word that is longer than a line, such as a path, stays whole.
-    """
-    lines = text.splitlines()
-    indent = max((len(line) - len(line.lstrip()) for line in lines), default=0)
-    return "\n".join(
-        textwrap.fill(
-            line,
-            max(columns, indent + 10),
-            subsequent_indent=" " * (indent + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        for line in lines
-    )

@@ -1,6 +1,7 @@
 """Display of progress: live bars on a terminal, a plain line every few seconds elsewhere.
 
-Progress is written to standard error, so that standard output holds only results.
+Progress is written to standard error, so that standard output holds only results. Texts may contain names
+that others chose, so their control characters are shown as codes.
 
 The cursor rests at the start of the live lines. A terminal that becomes narrower wraps them, but keeps the
 cursor at the character where it was: erasing from there to the end of the screen removes all of them, however
@@ -27,8 +28,8 @@ from macbook_optimization.progress_lines import (
     Bar,
     fit_bar,
     fit_status,
-    wrap_words,
 )
+from macbook_optimization.terminal_text import visible, wrap_words
 
 REFRESH_SECONDS = 0.2
 SHOWN_AFTER_SECONDS = 0.5  # a bar beside another one, so that short work does not flicker
@@ -81,6 +82,8 @@ class ProgressDisplay:
 
     def update(self, what: str, done: int, total: int, *facts: str) -> None:
         """Show how much of some work is done; `facts` in order of importance. Finished work disappears."""
+        what = visible(what)
+        facts = tuple(map(visible, facts))
         if not self._live:
             self._print_if_due(what, done, total, facts)
             return
@@ -99,12 +102,13 @@ class ProgressDisplay:
         """Show what is happening until there is progress or another status; elsewhere only if `plain`."""
         if self._live:
             with self._lock:
-                self._status = (text, self._now()) if text else None
+                self._status = (visible(text), self._now()) if text else None
             self.draw()
         elif plain:
             self.message(f"{text}.")
 
     def message(self, text: str) -> None:
+        text = visible(text)
         if self._live:
             self.draw(above=wrap_words(text, self._console.width - 1))
         else:
@@ -188,7 +192,7 @@ class _LinesAbove(io.TextIOBase):
     def write(self, text: str) -> int:
         complete, newline, self._incomplete = (self._incomplete + text).rpartition("\n")
         if newline:
-            self._write_above(complete)
+            self._write_above(visible(complete, keep_styles=True))
         return len(text)
 
     def close(self) -> None:

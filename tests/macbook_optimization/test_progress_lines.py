@@ -1,10 +1,10 @@
-"""How progress and messages look in a given number of columns."""
+"""How progress looks in a given number of columns."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from macbook_optimization.progress_lines import Bar, clock, fit_bar, fit_status, wrap_words
+from macbook_optimization.progress_lines import Bar, clock, fit_bar, fit_status
 
 FACTS = ("loss 0.184", "exact 70.3%", "235 samples/s")
 
@@ -101,24 +101,3 @@ def test_durations_are_clocks(seconds, text):
 )
 def test_a_status_loses_whole_words(columns, line):
     assert fit_status("Loading PyTorch", 2.0, columns) == line
-
-
-def test_messages_break_between_words_and_hang_below_their_text():
-    plan = (
-        "Plan: 2 x 8 examples (larger ones are not faster)\n      2 threads in 2 workers (as measured here)"
-    )
-    assert wrap_words(plan, 39).splitlines() == [
-        "Plan: 2 x 8 examples (larger ones are",
-        "        not faster)",
-        "      2 threads in 2 workers (as",
-        "        measured here)",
-    ]
-    assert wrap_words(plan, 79) == plan
-
-
-def test_a_path_stays_whole_and_so_does_an_option():
-    path = "/a/rather/long/path/that/is/longer/than-a-line"
-    wrapped = wrap_words(f"There is no {path} yet; use --max-steps instead.", 24).splitlines()
-    assert f"  {path}" in wrapped
-    assert any("--max-steps" in line for line in wrapped)
-    assert wrap_words("", 40) == ""

@@ -251,6 +251,35 @@ def test_a_status_is_shown_until_there_is_progress(live):
     assert screen.lines() == []
 
 
+def test_control_characters_of_names_are_shown_as_codes(live):
+    display, screen, _ = live(120)
+    display.message("There is no \033[2Jset yet.")
+    display.status("Reading \033[5A\r\nset")
+    assert screen.lines() == [r"There is no \x1b[2Jset yet.", r"Reading \x1b[5A\r set ...  0:00"]
+    display.update("reading \033[2J", 1, 2, "\a")
+    display.draw()
+    assert r"reading \x1b[2J" in screen.lines()[-1]
+    assert r"\x07" in screen.lines()[-1]
+
+
+def test_control_characters_do_not_reach_a_log_either():
+    display, file, clock = plain_display()
+    display.message("a\033[2J")
+    display.update("b\r", 0, 9)
+    clock.seconds = 9
+    display.update("b\r", 1, 9)
+    assert file.getvalue() == "a\\x1b[2J\nb\\r: 1/9\n"
+
+
+def test_warnings_of_libraries_keep_their_colours_and_nothing_else(live):
+    display, screen, _ = live(80)
+    written = []
+    screen.write = written.append
+    with display:
+        sys.stderr.write("\033[33mslow\033[0m\033[2J\n")
+    assert any("\033[33mslow\033[0m\\x1b[2J\n" in text for text in written)
+
+
 def test_nothing_is_written_while_nothing_changes(live):
     display, screen, _ = live(80)
     display.draw()

@@ -6,6 +6,7 @@ Torch, pydantic and rich are imported inside the commands, so that `trm --help` 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from contextlib import suppress
@@ -16,7 +17,7 @@ import click
 from macbook_optimization.errors import LaptopError
 from macbook_optimization.file_errors import hint_for, reason_of
 from trm.cli.checkpoints import checkpoint
-from trm.cli.common import for_terminal
+from trm.cli.common import echo, for_terminal
 from trm.cli.data import data
 from trm.cli.email import email
 from trm.cli.evaluate import evaluate
@@ -80,8 +81,9 @@ def _run() -> int:
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else 1
     except click.ClickException as error:
-        with suppress(OSError):
-            error.show()
+        usage = io.StringIO()
+        error.show(usage)
+        _print(usage.getvalue().rstrip("\n"))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):  # Ctrl-C where nothing had to be saved
         _print_message("Stopped.")
@@ -131,5 +133,9 @@ def _report(message: str, hint: str | None = None) -> None:
 
 
 def _print_message(text: str) -> None:
+    _print(for_terminal(text, sys.stderr))
+
+
+def _print(text: str) -> None:
     with suppress(OSError):  # standard error may be full, too
-        click.echo(for_terminal(text, sys.stderr), err=True)
+        echo(text, err=True)

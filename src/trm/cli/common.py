@@ -14,7 +14,7 @@ import click
 
 from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.output_files import FileKind, OutputFile
-from macbook_optimization.progress_lines import wrap_words
+from macbook_optimization.terminal_text import visible, wrap_words
 
 if TYPE_CHECKING:
     from macbook_optimization.progress_monitoring import ProgressDisplay
@@ -34,6 +34,7 @@ def with_options(command: Command, options: Iterable[Callable[[Command], Command
 
 def for_terminal(text: str, stream: TextIO | None) -> str:
     """Wrap text between words if the stream is a terminal; elsewhere a line stays a line."""
+    text = visible(text)
     if stream is None or stream.closed or not stream.isatty():
         return text
     return wrap_words(text, shutil.get_terminal_size().columns - 1)
@@ -49,8 +50,16 @@ def showing(activity: str) -> Iterator[ProgressDisplay]:
         yield display
 
 
-def show(facts: Any, as_json: bool, text: str) -> None:
-    click.echo(json.dumps(facts) if as_json else text)
+def echo(text: str, *, err: bool = False, styled: bool = False) -> None:
+    """Print text, which may contain names that others chose: control characters are shown as codes.
+
+    Every command prints through this function. `styled` text keeps its colours.
+    """
+    click.echo(visible(text, keep_styles=styled), err=err)
+
+
+def show(facts: Any, as_json: bool, text: str, *, styled: bool = False) -> None:
+    echo(json.dumps(facts) if as_json else text, styled=styled)
 
 
 def warn_on(display: ProgressDisplay) -> Callable[[str], None]:

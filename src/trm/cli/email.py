@@ -14,6 +14,7 @@ import click
 from macbook_optimization.errors import DataError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.output_files import HTML, OutputFile, check_new_directory
+from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, OutputOption, force_option, json_option, set_environment, show, showing
 from trm.cli.email_export import export
@@ -294,7 +295,7 @@ def _facts(read: Read, decision: Decision | None) -> JsonObject:
 def _line(read: Read, decision: Decision | None) -> str:
     mail = read.features.mail
     if decision is None:
-        return f"{'skipped':16} {'':6}  {read.message.key}  ({mail.reason})"
+        return f"{'skipped':16} {'':6}  {one_line(read.message.key)}  ({one_line(mail.reason)})"
     unsure = "?" if decision.unsure else " "
-    answer = f"{decision.category:16} {decision.confidence:6.1%}{unsure}"
-    return f"{answer} {read.message.key}  {mail.subject[:60]}"
+    answer = f"{one_line(decision.category):16} {decision.confidence:6.1%}{unsure}"
+    return f"{answer} {one_line(read.message.key)}  {one_line(mail.subject[:60])}"

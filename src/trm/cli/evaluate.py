@@ -14,6 +14,7 @@ from macbook_optimization.units import counted
 from trm.cli.common import (
     PATH,
     OutputOption,
+    echo,
     force_option,
     inference_options,
     inference_settings,
@@ -155,7 +156,7 @@ def _warn_of_unanswered(scorer: Submittable) -> int:
     count = scorer.unanswered()
     if count:
         tests = counted(count, "test")
-        click.echo(f"warning: there is no valid answer to {tests}; a placeholder is submitted", err=True)
+        echo(f"warning: there is no valid answer to {tests}; a placeholder is submitted", err=True)
     return count
 
 
@@ -163,7 +164,7 @@ def _report_single_answers(scorer: Submittable) -> int:
     count = scorer.answered_once()
     if count:
         tests = counted(count, "test")
-        click.echo(f"All votes agree on the answer to {tests}; both attempts are that answer.", err=True)
+        echo(f"All votes agree on the answer to {tests}; both attempts are that answer.", err=True)
     return count
 
 

@@ -19,6 +19,7 @@ from macbook_optimization.units import counted
 from trm.cli.common import (
     PATH,
     OutputOption,
+    echo,
     force_option,
     inference_options,
     inference_settings,
@@ -165,13 +166,13 @@ class _Output:
         task = interactive(self.model)
         text = describe(task, prediction, steps=self.steps, color=self.color, width=self.width)
         facts = {**asdict(answer_of(task, prediction)), "checkpoint": self.model.checkpoint.path.name}
-        show(facts if line is None else {"line": line, **facts}, self.as_json, text)
+        show(facts if line is None else {"line": line, **facts}, self.as_json, text, styled=self.color)
 
     def show_bad(self, line: int | None, error: DataError) -> None:
         if self.as_json:
             show({"line": line, "error": str(error)}, True, "")
         else:
-            click.echo(f"line {line}: {error}", err=True)
+            echo(f"line {line}: {error}", err=True)
 
 
 def _draw(

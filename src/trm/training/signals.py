@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from macbook_optimization.children import parent_is_gone
-from macbook_optimization.progress_lines import CLEAR_LIVE_LINES, wrap_words
+from macbook_optimization.progress_lines import CLEAR_LIVE_LINES
+from macbook_optimization.terminal_text import wrap_words
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error

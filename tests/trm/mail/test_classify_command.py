@@ -1,0 +1,45 @@
+"""`trm email classify`: a line per message, whatever the mail and its files are called."""
+
+import json
+import re
+
+from click.testing import CliRunner
+from letters import letter
+
+from trm.cli import cli
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J"
+
+
+def classify(run, *arguments):
+    result = CliRunner().invoke(
+        cli, ["email", "classify", str(run), *map(str, arguments)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def hostile_mailbox(directory):
+    """Write messages whose subject and whose file name would clear the terminal and begin a new line."""
+    plain = letter("work", 5)
+    directory.mkdir()
+    subject = b"Subject: =?utf-8?q?=1B]0;title=07=1B[2J=0D=0Aspam?="
+    (directory / "subject.eml").write_bytes(re.sub(rb"Subject: .*", lambda _: subject, plain))
+    (directory / f"{HOSTILE}\nspam 100.0%.eml").write_bytes(plain)
+    (directory / f"{HOSTILE}\r.eml").write_bytes(b"")  # which is skipped with a reason
+    return directory
+
+
+def test_codes_in_subjects_and_names_of_files_are_shown_and_not_sent(trained, tmp_path):
+    text = classify(trained[0], hostile_mailbox(tmp_path / "mailbox"))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    lines = text.splitlines()
+    assert len(lines) == 3, "a name cannot imitate a line"
+    assert all(r"\x1b]0;title\x07\x1b[2J" in line for line in lines)
+    assert sum(line.startswith("skipped") for line in lines) == 1
+
+
+def test_json_has_the_exact_names(trained, tmp_path):
+    mailbox = hostile_mailbox(tmp_path / "mailbox")
+    found = [json.loads(line)["path"] for line in classify(trained[0], mailbox, "--json").splitlines()]
+    assert any(f"{HOSTILE}\nspam 100.0%.eml" in path for path in found)
