@@ -15,10 +15,10 @@ from trm.cli.common import PATH, json_option, show
 @json_option
 def runs(root: Path | None, as_json: bool) -> None:
     """List the runs under ROOT [default: runs]; a ROOT that is a run itself is shown alone."""
-    from trm.runs.listing import describe_summary, list_runs
+    from trm.runs.listing import describe_runs, list_runs
 
     directory = root or Path("runs")
     is_new = root is None and not directory.exists()  # nothing has been trained here yet
     found = [] if is_new else list_runs(directory)
-    lines = [describe_summary(run) for run in found]
-    show([asdict(run) for run in found], as_json, "\n".join(lines) or f"There are no runs in {directory}.")
+    text = "\n".join(describe_runs(found)) or f"There are no runs in {directory}."
+    show([asdict(run) for run in found], as_json, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from macbook_optimization.checkpoint_files import open_checkpoint, step_of
 from macbook_optimization.errors import ConfigError, LaptopError, RunError
 from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.memory_management import MIB
+from macbook_optimization.terminal_text import align
 from trm.config import RunConfig
 from trm.runs.directory import EVENTS, METRICS, Run, is_run
 from trm.runs.events import Stopped
@@ -108,15 +109,22 @@ def _seconds(run: Run) -> tuple[float | None, str | None]:
     return None, None if is_empty else f"{METRICS} has no row that can be read"
 
 
-def describe_summary(run: RunSummary) -> str:
-    facts = [run.path, run.task or "?", run.state, f"step {run.step}/{run.max_steps or '?'}"]
-    if run.seconds is not None:
-        facts.append(f"{run.seconds:.0f} s")
-    if run.accuracy is not None:
-        facts.append(f"{metric_label(run.primary_metric)} {run.accuracy:.1%}")
-    if run.problem is not None:
-        facts.append(f"({run.problem.splitlines()[0]})")
-    return "  ".join(facts)
+def describe_runs(runs: Sequence[RunSummary]) -> list[str]:
+    """Return a line per run, in aligned columns."""
+    return align([_cells(run) for run in runs])
+
+
+def _cells(run: RunSummary) -> list[str]:
+    known = run.accuracy is not None
+    return [
+        run.path,
+        run.task or "?",
+        run.state,
+        f"step {run.step}/{run.max_steps or '?'}",
+        "" if run.seconds is None else f"{run.seconds:.0f} s",
+        f"{metric_label(run.primary_metric)} {run.accuracy:.1%}" if known else "",
+        "" if run.problem is None else f"({run.problem.splitlines()[0]})",
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from faults.operations import in_fork
 
 from macbook_optimization.errors import RunError
 from trm.runs.directory import EVENTS, METRICS
-from trm.runs.listing import describe_summary, list_runs
+from trm.runs.listing import describe_runs, list_runs
 
 EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
 
@@ -18,6 +18,11 @@ EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
 @pytest.fixture
 def run(tmp_path):
     return shutil.copytree(EARLIER / "mixer", tmp_path / "run")
+
+
+def describe(found):
+    (line,) = describe_runs([found])
+    return line
 
 
 def the_summary(run):
@@ -29,11 +34,28 @@ def test_an_intact_run_has_seconds_and_no_problem(run):
     found = the_summary(run)
     assert found.seconds is not None
     assert found.problem is None
-    assert "(" not in describe_summary(found)
+    assert "(" not in describe(found)
 
 
 def test_a_run_is_listed_alone_when_it_is_named_itself(run):
     assert list_runs(run) == list_runs(run.parent)
+
+
+def test_the_columns_of_several_runs_are_aligned(run):
+    shutil.copytree(run, run.parent / "a-run-with-a-long-name")
+    other = shutil.copytree(run, run.parent / "unreadable")
+    (other / "recipe.yaml").write_text("- garbage")
+    lines = describe_runs(list_runs(run.parent))
+    assert len(lines) == 3
+    for column in ("step 20/", " s  ", "exact accuracy"):
+        assert len({line.index(column) for line in lines}) == 1
+    assert lines[0].index("sudoku") == lines[1].index("sudoku") == lines[2].index("?")
+
+
+def test_a_name_cannot_imitate_another_line_or_control_the_terminal(run):
+    run.rename(run.parent / "\x1b[2Ja\nb")
+    (line,) = describe_runs(list_runs(run.parent))
+    assert line.startswith(rf"{run.parent}/\x1b[2Ja\nb  sudoku  done")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +65,7 @@ def test_metrics_that_cannot_be_read_are_mentioned(run, content):
     (run / METRICS).write_bytes(content)
     found = the_summary(run)
     assert found.seconds is None
-    assert describe_summary(found).endswith("(metrics.jsonl has no row that can be read)")
+    assert describe(found).endswith("(metrics.jsonl has no row that can be read)")
     assert found.accuracy is not None, "the rest is known"
 
 
@@ -67,14 +89,14 @@ def test_a_recipe_that_cannot_be_read_is_mentioned(run):
     (run / "recipe.yaml").write_text("- garbage")
     found = the_summary(run)
     assert found.state == "unreadable"
-    assert "recipe.yaml is not a recipe" in describe_summary(found)
+    assert "recipe.yaml is not a recipe" in describe(found)
 
 
 def test_a_long_problem_takes_one_line_of_the_table(run):
     (run / "recipe.yaml").write_text("task: sudoku\nmodle: {}\ndata: 5\n")
     found = the_summary(run)
     assert "\n" in found.problem
-    assert "\n" not in describe_summary(found)
+    assert "\n" not in describe(found)
 
 
 def test_the_seconds_are_those_of_the_newest_stop_whatever_is_recorded_after_it(run):
