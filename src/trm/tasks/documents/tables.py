@@ -54,6 +54,7 @@ def read_csv(stream: BinaryIO, name: str) -> Iterator[Row]:
     columns = find_columns(names)
     if not columns.keys() & {"subject", "body"}:
         raise _no_text(name, names)
+    _refuse_repeated_columns(names, columns, name)
     earlier_limit = csv.field_size_limit(MAX_MESSAGE_BYTES)
     try:
         for number, cells in enumerate(csv.reader(lines, delimiter=delimiter), 1):
@@ -114,13 +115,28 @@ def read_jsonl(stream: BinaryIO, name: str, offset: int = 0) -> Iterator[Row]:
 
 def find_columns(names: Sequence[str]) -> dict[str, str]:
     """Return which column holds the subject, body, sender, category and date, as far as names tell."""
-    by_folded_name = {name.strip().lower().replace(" ", "_"): name for name in reversed(names)}
+    by_folded_name = {_folded(name): name for name in reversed(names)}
     return {
         field: by_folded_name[synonym]
         for field, synonyms in COLUMN_NAMES.items()
         for synonym in reversed(synonyms)
         if synonym in by_folded_name
     }
+
+
+def _folded(name: str) -> str:
+    return name.strip().lower().replace(" ", "_")
+
+
+def _refuse_repeated_columns(names: Sequence[str], columns: Mapping[str, str], name: str) -> None:
+    """Refuse a header that does not say which of several columns is meant."""
+    folded = [_folded(each) for each in names]
+    repeated = [column for column in columns.values() if folded.count(_folded(column)) > 1]
+    if repeated:
+        raise DataError(
+            f"{name}: the header has {folded.count(_folded(repeated[0]))} columns named {repeated[0]!r}.",
+            hint="Remove or rename all but one.",
+        )
 
 
 def guess_delimiter(header: str) -> str:

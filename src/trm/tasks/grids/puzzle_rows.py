@@ -31,6 +31,8 @@ Numbered: TypeAlias = tuple[int, list[str]]  # the number of a line, and its cel
 STANDARD_INPUT = Path("-")
 _QUESTION_NAMES = ("question", "puzzle", "quizzes", "quiz", "q")
 _ANSWER_NAMES = ("answer", "solution", "solutions", "a")
+_SOURCE_NAMES = ("source",)
+_RATING_NAMES = ("rating",)
 _DELIMITERS = ",;\t"
 _MAX_LINE_BYTES = 4_000_000  # the limit of Python for one cell is 131,072 characters
 _MAX_SHORT_ROWS = 100_000  # more than this, and more than half, cannot be puzzles
@@ -109,9 +111,10 @@ def _rows(table: Iterator[Numbered], num_cells: int, name: str) -> list[Row]:
         if _is_header(first[1], num_cells):
             raise _unknown_header(first[1], name)
         return [Row(line, cells[0], _cell(cells, 1)) for line, cells in chain([first], table)]
+    _refuse_repeated_columns(header, name)
     answer = _column(header, _ANSWER_NAMES)
-    source = _column(header, ("source",))
-    rating = _column(header, ("rating",))
+    source = _column(header, _SOURCE_NAMES)
+    rating = _column(header, _RATING_NAMES)
     return [
         Row(
             line=line,
@@ -166,6 +169,17 @@ def _unknown_header(cells: Sequence[str], name: str) -> DataError:
         hint=f"Name the question {_one_of(_QUESTION_NAMES)}, and the answer {_one_of(_ANSWER_NAMES)}. "
         "Without a header, the first column is the question and the second the answer.",
     )
+
+
+def _refuse_repeated_columns(header: Sequence[str], name: str) -> None:
+    """Refuse a header that does not say which of several columns is meant."""
+    used = (*_QUESTION_NAMES, *_ANSWER_NAMES, *_SOURCE_NAMES, *_RATING_NAMES)
+    repeated = [column for column in used if header.count(column) > 1]
+    if repeated:
+        raise DataError(
+            f"{name}: the header has {header.count(repeated[0])} columns named {repeated[0]!r}",
+            hint="Remove or rename all but one.",
+        )
 
 
 def _one_of(names: Sequence[str]) -> str:

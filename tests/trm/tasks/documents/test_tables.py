@@ -52,6 +52,14 @@ def test_the_first_synonym_is_taken():
     assert mail.text == "yes"
 
 
+@pytest.mark.parametrize("header", ["body,body,note", "Body, body ,note", "body,label,LABEL"])
+def test_a_header_with_the_same_column_twice_is_refused(header):
+    with pytest.raises(DataError, match="the header has 2 columns named") as caught:
+        from_csv(f"{header}\n1,2,3\n")
+    assert "rename" in caught.value.hint
+    assert len(from_csv("body,note,note\n1,2,3\n")) == 1
+
+
 def test_a_missing_text_names_the_columns_that_are_there():
     with pytest.raises(DataError, match=r"neither a subject nor a body\. Its columns: id, note") as caught:
         from_csv("id,note\n1,2\n")

@@ -4,6 +4,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import sys
 
 import pytest
@@ -59,6 +60,19 @@ def test_an_unknown_header_is_named_with_what_is_expected(tmp_path, header, foun
     text = refusal(tmp_path / "p.csv")
     assert f"p.csv: the header has {found}; none of its columns is the question" in text
     assert "question, puzzle, quizzes, quiz or q, and the answer answer, solution" in text
+
+
+@pytest.mark.parametrize("column", ["question", "answer", "rating", "source", "solution"])
+def test_a_header_with_the_same_column_twice_is_refused(tmp_path, column):
+    (tmp_path / "p.csv").write_text(f"question,answer,{column}, {column.upper()} \n{QUESTION},{ANSWER},1,2\n")
+    text = refusal(tmp_path / "p.csv")
+    assert re.search(rf"p\.csv: the header has [23] columns named '{column}'", text)
+    assert "Remove or rename" in text
+
+
+def test_a_column_that_is_not_used_may_be_there_twice(tmp_path):
+    (tmp_path / "p.csv").write_text(f"question,note,note,answer\n{QUESTION},a,b,{ANSWER}\n")
+    assert read(tmp_path / "p.csv") == ROWS[:1]
 
 
 def test_a_puzzle_of_letters_is_not_a_header(tmp_path):
