@@ -17,7 +17,7 @@ from trm.runs.events import Imported
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.slots import Slots
 from trm.tasks.base import DataSpec
-from trm.tasks.dataset import open_split
+from trm.tasks.dataset import complete_spec, open_split
 from trm.tasks.registry import load_task
 
 _HEAD = ("lm_head.", "q_head.")  # replaced by a new head
@@ -118,4 +118,4 @@ def _spec(config: RunConfig) -> DataSpec:
     task = load_task(config.task)
     if config.data.build is not None and not config.data.path.exists():
         return task.complete(task.spec(config.data.build))
-    return task.complete(open_split(config.data.path, "train").spec)
+    return complete_spec(task, open_split(config.data.path, "train"))

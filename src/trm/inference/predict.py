@@ -26,7 +26,7 @@ from trm.plan import DEFAULT_PLAN, Execution, Plan, useful_workers
 from trm.runs.directory import Run
 from trm.runs.saved_state import check_compatible
 from trm.tasks.base import DataSpec, Interactive, Question, Task
-from trm.tasks.dataset import Split, open_split
+from trm.tasks.dataset import Split, complete_spec, open_split
 from trm.tasks.registry import load_task
 
 BATCH_SIZE = 64  # questions that are answered together
@@ -180,7 +180,7 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
         raise DataError(
             str(error), hint="Run this where the run was trained, or name a dataset with --data."
         ) from error
-    if model.task.complete(split.spec) != model.data:
+    if complete_spec(model.task, split) != model.data:
         raise DataError(f"{path} does not fit the run: {_sizes(split.spec)} instead of {_sizes(model.data)}")
     return split
 

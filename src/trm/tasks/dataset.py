@@ -34,7 +34,7 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.input_files import read_json
 from trm.arrays import IntArray, IntegerArray
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
-from trm.tasks.base import DataSpec
+from trm.tasks.base import DataSpec, Task
 
 DIFFICULTY = "all__difficulty.npy"  # beside the arrays of the reference implementation, which ignores it
 SPLITS = ("train", "test")
@@ -214,6 +214,17 @@ def open_split(
         reader=RowReader(files, "mapped") if manager is None else manager.open_rows(files),
         digests=digests or {},
     )
+
+
+def complete_spec(task: Task, split: Split) -> DataSpec:
+    """Return the spec of a split with what its task adds; raise `DataError` if it belongs to another task."""
+    try:
+        return task.complete(split.spec)
+    except DataError as error:
+        raise DataError(
+            f"{split.directory.parent} is not a dataset of the task {task.name}: {error}",
+            hint=error.hint or "Name a dataset of this task: data.path in a recipe, --data of a command.",
+        ) from error
 
 
 def _array_files(directory: Path, set_name: str) -> dict[str, ArrayFile]:

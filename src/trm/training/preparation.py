@@ -16,6 +16,7 @@ from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, open_run, set_aside
 from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
+from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.start import Digests, data_manager, open_splits
@@ -55,7 +56,7 @@ def prepare(
     display.status("Choosing a plan")
     hardware = HardwareDetector().detect(with_torch=False)
     config = _as_fitted(config, path, display) if fit else config
-    planner = Planner(config, task.complete(train_split.spec), hardware, display)
+    planner = Planner(config, complete_spec(task, train_split), hardware, display)
     _check_sizes(config, planner.data, fit=fit)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner

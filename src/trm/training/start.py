@@ -25,7 +25,7 @@ from trm.planning.planner import Planner
 from trm.runs.directory import begin, open_run
 from trm.runs.events import DataOpened, StageChanged
 from trm.tasks.base import Task
-from trm.tasks.dataset import SPLITS, Split, open_split
+from trm.tasks.dataset import SPLITS, Split, complete_spec, open_split
 from trm.tasks.registry import load_task
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.evaluation import Evaluator, evaluation_settings
@@ -82,7 +82,7 @@ def train(
     plan = plan.with_execution(compiled_size=None, deterministic=config.training.deterministic)
     task = load_task(config.task)
     train_split, test_split = open_splits(config, task, data_manager(config), verified)
-    data = task.complete(train_split.spec)
+    data = complete_spec(task, train_split)
     log = RunLog(open_run(path, config), display)
     display.status("Loading PyTorch")
     backend = load_backend(plan.execution)
@@ -149,5 +149,5 @@ def open_splits(
     )
     if train_split.spec != test_split.spec:
         raise DataError(f"The train and test splits of {config.data.path} have different shapes")
-    task.complete(train_split.spec)
+    complete_spec(task, train_split)
     return train_split, test_split

@@ -326,7 +326,9 @@ def test_a_dataset_of_another_task_is_refused_before_anything_is_written(tmp_pat
     for name in ("train", "test"):
         description = other / name / "dataset.json"
         description.write_text(description.read_text().replace('"vocab_size": 6', '"vocab_size": 12'))
-    with pytest.raises(DataError, match="has 6 tokens; this dataset has 12 input tokens and 6 outputs"):
+    with pytest.raises(
+        DataError, match="has 6 tokens; this dataset has 12 input tokens and 6 outputs"
+    ) as refused:
         run(run_config(other), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -338,6 +340,8 @@ def test_a_model_that_cannot_be_allocated_is_an_error_and_leaves_no_run(tmp_path
 
 
 def test_precision_may_change_when_a_run_is_resumed(tmp_path, dataset):
+    assert str(refused.value).startswith(f"{other} is not a dataset of the task sudoku: ")
+    assert "data.path" in refused.value.hint
     """Checked without a bfloat16 operation, which kills the process on some machines."""
     run(run_config(dataset), tmp_path / "run", max_step=1)
     config = run_config(dataset)
