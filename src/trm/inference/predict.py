@@ -188,8 +188,9 @@ def open_test_set(model: TrainedModel, dataset: Path | None = None) -> Split:
 def _sizes(spec: DataSpec) -> str:
     classes = f" ({', '.join(spec.class_names)})" if spec.class_names else ""
     return (
-        f"{spec.max_len} positions, {spec.vocab_size} tokens, {spec.num_outputs} outputs{classes} and "
-        f"{spec.num_puzzle_identifiers} puzzle identifiers"
+        f"{counted(spec.max_len, 'position')}, {counted(spec.vocab_size, 'token')}, "
+        f"{counted(spec.num_outputs, 'output')}{classes} and "
+        f"{counted(spec.num_puzzle_identifiers, 'puzzle identifier')}"
     )
 
 

@@ -55,7 +55,9 @@ class Evaluation:
     @property
     def coverage(self) -> str:
         """Return ", N of M tasks" where several examples belong to one task."""
-        return "" if self.tasks_total is None else f", {self.tasks_evaluated} of {self.tasks_total} tasks"
+        if self.tasks_total is None:
+            return ""
+        return f", {self.tasks_evaluated:,} of {counted(self.tasks_total, 'task')}"
 
     def described(self) -> str:
         """Return the metrics in one line."""

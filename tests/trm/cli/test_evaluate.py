@@ -203,6 +203,34 @@ def test_a_dataset_that_does_not_fit_the_run_is_described_in_words(invoke, train
     with pytest.raises(DataError) as refused:
         invoke("eval", trained, "--data", other)
     assert str(refused.value) == (
-        f"{other} does not fit the run: 36 positions, 8 tokens, 8 outputs and 1 puzzle identifiers "
-        "instead of 16 positions, 6 tokens, 6 outputs and 1 puzzle identifiers"
+        f"{other} does not fit the run: 36 positions, 8 tokens, 8 outputs and 1 puzzle identifier "
+        "instead of 16 positions, 6 tokens, 6 outputs and 1 puzzle identifier"
     )
+
+
+@pytest.mark.parametrize("command", [("eval",), ("predict", "--example", "0")], ids=" ".join)
+def test_a_dataset_of_another_task_is_refused_with_its_path(invoke, sudoku_run, arc_run, command):
+    other = arc_run.parent / "set"
+    with pytest.raises(DataError, match="is not a dataset of the task sudoku: A sequence of 900") as refused:
+        invoke(*command, sudoku_run, "--data", other)
+    assert str(other) in str(refused.value)
+    assert "--data" in refused.value.hint
+
+
+def test_one_example_and_one_task_are_singular(invoke, sudoku_run, tmp_path):
+    assert "on 1 test example of" in invoke("eval", sudoku_run, "--examples", 1).stdout
+    assert "on 2 test examples of" in invoke("eval", sudoku_run, "--examples", 2).stdout
+    config = run_config(
+        arc_dataset(tmp_path, [1], 5),
+        task="arc",
+        training__effective_batch_size=1,
+        inference={"depth": 1},
+        evaluation={"every_steps": None},
+    )
+    run(config, tmp_path / "run", max_step=1)
+    assert "set, 1 of 1 task:" in invoke("eval", tmp_path / "run").stdout
+
+
+def test_an_answer_after_one_step_is_singular(invoke, sudoku_run):
+    for depth, steps in ((1, "(after 1 step)"), (2, "(after 2 steps)")):
+        assert steps in invoke("predict", sudoku_run, "--example", 0, "--depth", depth).stdout
