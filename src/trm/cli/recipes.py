@@ -6,12 +6,13 @@ import shutil
 import sys
 import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from macbook_optimization.output_files import FileKind, OutputFile
-from trm.cli.common import OutputOption, force_option, json_option, show
+from trm.cli.common import OutputOption, echo, force_option, json_option, show
 
 if TYPE_CHECKING:
     from trm.config.recipes import RecipeSummary
@@ -37,9 +38,11 @@ def recipes(context: click.Context, as_json: bool) -> None:
 @click.argument("name")
 def show_recipe(name: str) -> None:
     """Print the YAML of the recipe NAME."""
-    from trm.config.recipes import find_shipped_recipe
+    from trm.config.recipes import find_shipped_recipe, read_recipe
 
-    show(None, False, find_shipped_recipe(name).read_text(encoding="utf-8").rstrip())
+    source = find_shipped_recipe(name)
+    show(None, False, read_recipe(source).rstrip())
+    _warn_of_problem(name, source)
 
 
 @recipes.command()
@@ -50,27 +53,37 @@ def show_recipe(name: str) -> None:
 @click.pass_context
 def copy(context: click.Context, name: str, file: OutputFile | None, as_json: bool) -> None:
     """Copy the recipe NAME to FILE [default: NAME.yaml] to edit it; `trm train FILE` trains it."""
-    from trm.config.recipes import find_shipped_recipe
+    from trm.config.recipes import find_shipped_recipe, read_recipe
 
     source = find_shipped_recipe(name)
     target = file or _RECIPE_FILE.convert(source.name, None, context)
-    target.write(source.read_bytes())
+    target.write(read_recipe(source).encode())
     show(
         {"recipe": name, "file": str(target.path)},
         as_json,
         f"{target.path} is a copy of the recipe {name}. Edit it, then: trm train {target.path}",
     )
+    _warn_of_problem(name, source)
+
+
+def _warn_of_problem(name: str, path: Path) -> None:
+    """Say that a recipe cannot be trained as it is. It can still be shown and copied, to be corrected."""
+    from trm.config.recipes import summarise_recipe
+
+    problem = summarise_recipe(name, path).problem
+    if problem is not None:
+        echo(f"warning: {problem}", err=True)
 
 
 def _table(found: list[RecipeSummary]) -> str:
     """Return a line per recipe, which is wrapped on a terminal."""
     names = max((len(recipe.name) for recipe in found), default=0)
-    tasks = max((len(recipe.task) for recipe in found), default=0)
+    tasks = max((len(recipe.task or "?") for recipe in found), default=0)
     width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 10_000
     indent = " " * (names + tasks + 4)
     lines = [
         textwrap.fill(
-            f"{recipe.name:<{names}}  {recipe.task:<{tasks}}  {recipe.description}",
+            f"{recipe.name:<{names}}  {recipe.task or '?':<{tasks}}  {_description(recipe)}",
             width,
             subsequent_indent=indent,
             break_on_hyphens=False,
@@ -78,3 +91,7 @@ def _table(found: list[RecipeSummary]) -> str:
         for recipe in found
     ]
     return "\n".join(lines)
+
+
+def _description(recipe: RecipeSummary) -> str:
+    return recipe.description if recipe.problem is None else f"({recipe.problem})"

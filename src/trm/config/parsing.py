@@ -9,29 +9,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from macbook_optimization.errors import ConfigError
-from macbook_optimization.file_errors import hint_for, reason_of
-from macbook_optimization.input_files import TooLargeError, read_input
 from macbook_optimization.json_types import JsonMapping
-from trm.config.recipes import find_recipe
+from trm.config.recipes import find_recipe, read_recipe
 from trm.config.renamed import Tree, with_current_keys
 from trm.config.sections import RunConfig
 from trm.config.values import Section, did_you_mean
-from trm.config.yaml_text import MAX_LENGTH, parse_yaml
+from trm.config.yaml_text import parse_yaml
 
 S = TypeVar("S", bound=Section)
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_recipe(str(recipe))
-    try:
-        text = read_input(path, 4 * MAX_LENGTH).decode()
-    except TooLargeError as error:
-        raise ConfigError(f"{path} is too large for a recipe") from error
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {reason_of(error)}", hint_for(error)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"Cannot read {path}: {error}") from error
-    return config_from_text(text, str(path), overrides)
+    return config_from_text(read_recipe(path), str(path), overrides)
 
 
 def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
