@@ -90,6 +90,40 @@ def test_a_wrong_value_is_named_with_its_reason(override, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (MINIMAL, ["model.hiden_size=3"], "Override model.hiden_size=3: unknown key model.hiden_size"),
+        (MINIMAL, ["seed=1", "seed=many"], "Override seed=many: seed is 'many'"),
+        (MINIMAL, ["model={hiden_size: 3}"], "Override model={hiden_size: 3}: unknown key model.hiden_size"),
+        (MINIMAL, ["evaluation.settle=-1"], "Override evaluation.settle=-1: inference.converged_after is -1"),
+        (MINIMAL, ["model.mlp_t=5"], "Override model.mlp_t=5: mlp_t is 5"),
+        (MINIMAL, ["data={}"], "Override data={}: data.path is missing"),
+        (MINIMAL, ["data.path=" + "x" * 99, "data.path=[" + "1, " * 99 + "1]"], "Override data.path=[1, 1"),
+        (MINIMAL, ["seed=1", "model.num_heads=7"], "recipe.yaml with model.num_heads=7: model: "),
+        (f"{MINIMAL}seed: many\n", ["model.num_heads=4"], "recipe.yaml: seed is 'many'"),
+        (f"{MINIMAL}seed: many\n", [], "recipe.yaml: seed is 'many'"),
+    ],
+    ids=str,
+)
+def test_a_problem_names_the_override_or_the_file_that_has_it(text, overrides, message):
+    assert problems_of(text, *overrides).startswith(message)
+
+
+def test_problems_of_the_file_and_of_overrides_are_told_apart():
+    text = problems_of(f"{MINIMAL}seed: many\n", "model.hiden_size=3", "model.expansion=-1")
+    assert text.splitlines()[0] == "recipe.yaml with its overrides has 3 problems:"
+    assert "  recipe.yaml: seed is 'many'" in text
+    assert "  Override model.hiden_size=3: unknown key" in text
+    only = problems_of(MINIMAL, "model={hiden_size: 3, expansion: -1}").splitlines()
+    assert only[0] == "Override model={hiden_size: 3, expansion: -1} has 2 problems:"
+    assert all("verride" not in line for line in only[1:])
+
+
+def test_an_override_that_repairs_the_file_is_not_a_problem():
+    assert config_from_text(f"{MINIMAL}seed: many\n", "recipe.yaml", ["seed=3"]).seed == 3
+
+
+@pytest.mark.parametrize(
     "text", ["", "- a list", "just words", "task: [unclosed", "a: !!python/object:os.system x"]
 )
 def test_a_file_that_is_not_a_recipe_is_refused(text):

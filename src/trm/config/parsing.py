@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,6 +18,9 @@ from trm.config.values import Section, did_you_mean
 from trm.config.yaml_text import parse_yaml
 
 S = TypeVar("S", bound=Section)
+KeyPath: TypeAlias = tuple[str, ...]  # ("model", "hidden_size")
+_MAX_SHOWN_LENGTH = 80  # of an override, in messages
+_MAX_LISTED = 3  # overrides that may together be the cause of a problem
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,25 +34,83 @@ def config_from_text(text: str, origin: str, overrides: Sequence[str] = ()) -> R
         raise ConfigError(
             f"{origin} is not a recipe: it must be a mapping with task, data, model and training"
         )
+    tree = _with_current_keys(tree, origin)
+    origins = Origins(origin)
+    for override in overrides:
+        before = dict(_leaves(tree))
+        key = _apply_override(tree, override)
+        tree = _with_current_keys(tree, _named(override), earlier_wins=True)
+        changed = [path for path, value in _leaves(tree) if path not in before or before[path] != value]
+        origins.overrides.update(dict.fromkeys([key, *changed], override))
+    _build_only_where_asked(tree, overrides)
+    return _parse(RunConfig, tree, origins)
+
+
+def _with_current_keys(tree: Tree, origin: str, *, earlier_wins: bool = False) -> Tree:
     try:
-        tree = with_current_keys(tree)
-        for override in overrides:
-            _apply_override(tree, override)
-            tree = with_current_keys(tree, earlier_wins=True)
+        return with_current_keys(tree, earlier_wins=earlier_wins)
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from error
-    _build_only_where_asked(tree, overrides)
-    return parse_section(RunConfig, tree, origin)
 
 
 def parse_section(section: type[S], tree: JsonMapping, origin: str) -> S:
+    return _parse(section, tree, Origins(origin))
+
+
+def _parse(section: type[S], tree: JsonMapping, origins: Origins) -> S:
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(problem, section) for problem in error.errors()]
+        problems = [(origins.of(problem["loc"]), _describe(problem, section)) for problem in error.errors()]
+    places = {place for place, _ in problems}
     if len(problems) == 1:
-        raise ConfigError(f"{origin}: {problems[0]}")
-    raise ConfigError(f"{origin} has {len(problems)} problems:\n  " + "\n  ".join(problems))
+        raise ConfigError(": ".join(problems[0]))
+    if len(places) == 1:
+        texts = [problem for _, problem in problems]
+        raise ConfigError(f"{places.pop()} has {len(problems)} problems:\n  " + "\n  ".join(texts))
+    listed = "\n  ".join(": ".join(problem) for problem in problems)
+    raise ConfigError(f"{origins.file} with its overrides has {len(problems)} problems:\n  {listed}")
+
+
+@dataclass
+class Origins:
+    """Where each value of a recipe comes from, to name the place of a problem."""
+
+    file: str
+    overrides: dict[KeyPath, str] = field(default_factory=dict)  # the last one that set the key
+
+    def of(self, location: Sequence[object]) -> str:
+        """Return the override that set the key at a location or a section around it, or else the file.
+
+        A problem of a whole section may be due to the file or to overrides in it, so it names both.
+        """
+        path = tuple(map(str, location))
+        around = [override for key, override in self.overrides.items() if path[: len(key)] == key]
+        if around:
+            return _named(around[-1])
+        inside = {override for key, override in self.overrides.items() if key[: len(path)] == path}
+        if not inside:
+            return self.file
+        listed = ", ".join(map(_shortened, sorted(inside)))
+        return f"{self.file} with {listed if len(inside) <= _MAX_LISTED else 'its overrides'}"
+
+
+def _named(override: str) -> str:
+    return f"Override {_shortened(override)}"
+
+
+def _shortened(override: str) -> str:
+    return override if len(override) <= _MAX_SHOWN_LENGTH else f"{override[:_MAX_SHOWN_LENGTH]}..."
+
+
+def _leaves(tree: Mapping[Any, object], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yield every value that is not a section, with its key."""
+    for key, value in tree.items():
+        path = (*prefix, str(key))
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, path)
+        else:
+            yield path, value
 
 
 def differences(ours: JsonMapping, theirs: JsonMapping, prefix: str = "") -> list[str]:
@@ -87,7 +149,8 @@ def _build_only_where_asked(tree: Tree, overrides: Sequence[str]) -> None:
         data.pop("build", None)
 
 
-def _apply_override(tree: Tree, override: str) -> None:
+def _apply_override(tree: Tree, override: str) -> KeyPath:
+    """Set a key of the tree, and return which."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -100,7 +163,8 @@ def _apply_override(tree: Tree, override: str) -> None:
         if not isinstance(child, dict):
             child = node[parent] = {}
         node = child
-    node[leaf] = parse_yaml(text, f"the value of {override!r}")
+    node[leaf] = parse_yaml(text, f"The value of {_shortened(override)!r}")
+    return (*parents, leaf)
 
 
 def _describe(problem: Any, section: type[BaseModel]) -> str:
