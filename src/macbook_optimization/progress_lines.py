@@ -1,18 +1,20 @@
 """How progress looks in a given number of columns: pure functions from values to one line of text.
 
 A line that is too narrow loses whole fields and never parts of them. The fields in order of importance: the
-count, the time left, the facts in their order, the elapsed time, the description, the bar.
+count, the time left, the facts in their order, the bar, the elapsed time, the description. Room that is left
+widens the bar.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 COUNT_ONLY_BELOW_COLUMNS = 30
 CLEAR_LIVE_LINES = "\r\033[J\033[?25h"  # from the cursor, which rests at their start, and show it
 _BAR_COLUMNS = 24
-_LEAST_BAR_COLUMNS = 8
+_LEAST_BAR_COLUMNS = 6  # then 80 columns hold it beside all numbers of a run of some hours
 _SPEED_SECONDS = 30.0  # the time left is that of the recent speed
 _GAP = "  "
 
@@ -55,19 +57,28 @@ def fit_bar(bar: Bar, now: float, columns: int, filled: str = "━", rest: str =
         return next(text for text in (count, percent, "") if len(text) <= max(0, columns))
     left = bar.seconds_left(now)
     eta = "" if left is None else f"eta {clock(left)}"
-    elapsed = clock(now - bar.began)
-    room = columns - len(count)
-    shown = {count}
-    for text in (eta, *bar.facts, elapsed, bar.what):
-        if text:
-            room -= len(text) + len(_GAP)
-            if room < 0:
-                break
-            shown.add(text)
+    numbers = [eta, *bar.facts]
+    (eta, *facts), room = _fitting(numbers, columns - len(count))
+    elapsed = what = ""
+    if [eta, *facts] == numbers:
+        for_bar = len(_GAP) + _LEAST_BAR_COLUMNS
+        reserved = for_bar if room >= for_bar else 0
+        (elapsed, what), room = _fitting([clock(now - bar.began), bar.what], room - reserved)
+        room += reserved
     drawing = _draw(bar, min(_BAR_COLUMNS, room - len(_GAP)), filled, rest)
-    shown.add(drawing)
-    ordered = (bar.what, drawing, count, *bar.facts, elapsed, eta)
-    return _GAP.join(text for text in ordered if text and text in shown)
+    return _GAP.join(filter(None, (what, drawing, count, *facts, elapsed, eta)))
+
+
+def _fitting(texts: Sequence[str], room: int) -> tuple[list[str], int]:
+    """Return the texts, empty from the first that has no room on, and the room that is left."""
+    shown = [""] * len(texts)
+    for number, text in enumerate(texts):
+        needed = len(text) + len(_GAP) if text else 0
+        if needed > room:
+            break
+        room -= needed
+        shown[number] = text
+    return shown, room
 
 
 def _draw(bar: Bar, columns: int, filled: str, rest: str) -> str:

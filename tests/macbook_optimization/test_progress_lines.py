@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from macbook_optimization.progress_lines import Bar, clock, fit_bar, fit_status
 
-FACTS = ("loss 0.184", "exact 70.3%", "235 samples/s")
+FACTS = ("loss 0.184", "best 70.3%", "235 samples/s")
 
 
 def bar_of(done=113, total=400, what="training", facts=FACTS, began=0.0):
@@ -22,12 +22,12 @@ def bar_of(done=113, total=400, what="training", facts=FACTS, began=0.0):
     [
         (
             119,
-            "training  ━━━━━━──────────────────  113/400  loss 0.184  exact 70.3%  235 samples/s  "
+            "training  ━━━━━━──────────────────  113/400  loss 0.184  best 70.3%  235 samples/s  "
             "0:29  eta 1:13",
         ),
-        (79, "training  113/400  loss 0.184  exact 70.3%  235 samples/s  0:29  eta 1:13"),
-        (59, "113/400  loss 0.184  exact 70.3%  235 samples/s  eta 1:13"),
-        (39, "113/400  loss 0.184  eta 1:13"),
+        (79, "━━━━───────────  113/400  loss 0.184  best 70.3%  235 samples/s  0:29  eta 1:13"),
+        (59, "113/400  loss 0.184  best 70.3%  235 samples/s  eta 1:13"),
+        (39, "━━──────  113/400  loss 0.184  eta 1:13"),
         (29, "113/400"),
         (6, "28%"),
         (2, ""),
@@ -43,6 +43,7 @@ def test_80_columns_hold_every_number_of_a_long_run():
     line = fit_bar(bar, 29.0, 79)
     for text in ("12345/50000", *FACTS, "10:00:29", "eta "):
         assert text in line
+    assert "─" in line, "the bar is shown beside the numbers"
 
 
 @given(

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleDimensions
 from macbook_optimization import progress_monitoring
 from macbook_optimization.progress_monitoring import ProgressDisplay
 
-FACTS = ("loss 0.184", "exact 70.3%", "235 samples/s")
+FACTS = ("loss 0.184", "best 70.3%", "235 samples/s")
 
 
 class Clock:
@@ -139,12 +139,12 @@ def live():
     [
         (
             120,
-            "training  ━━━━━━──────────────────  113/400  loss 0.184  exact 70.3%  235 samples/s  "
+            "training  ━━━━━━──────────────────  113/400  loss 0.184  best 70.3%  235 samples/s  "
             "0:12  eta 0:30",
         ),
-        (80, "training  113/400  loss 0.184  exact 70.3%  235 samples/s  0:12  eta 0:30"),
-        (60, "113/400  loss 0.184  exact 70.3%  235 samples/s  eta 0:30"),
-        (40, "113/400  loss 0.184  eta 0:30"),
+        (80, "━━━━───────────  113/400  loss 0.184  best 70.3%  235 samples/s  0:12  eta 0:30"),
+        (60, "113/400  loss 0.184  best 70.3%  235 samples/s  eta 0:30"),
+        (40, "━━──────  113/400  loss 0.184  eta 0:30"),
         (29, "113/400"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_terminal_that_narrows_while_a_line_is_written_does_not_wrap_it(live):
     screen.resize_before_write = 40
     display.draw()
     display.draw()
-    assert screen.lines() == ["A step takes 91 ms.", "113/400  loss 0.184  exact 70.3%"]
+    assert screen.lines() == ["A step takes 91 ms.", "━─────  113/400  loss 0.184  best 70.3%"]
 
 
 def test_messages_stay_above_the_bars(live):
@@ -198,7 +198,7 @@ def test_messages_stay_above_the_bars(live):
     assert screen.lines() == [
         "Tuning: the first steps try different",
         "  batch sizes and thread counts.",
-        "training  1/400  loss 1.0  0:00",
+        "training  ──────  1/400  loss 1.0  0:00",
     ]
 
 
@@ -331,8 +331,8 @@ def test_elsewhere_a_message_is_one_line_and_progress_a_line_every_five_seconds(
     assert file.getvalue().splitlines() == [
         "Tuning: the first steps try different batch sizes and thread counts.",
         "Starting the trainer.",
-        "training: 5/12 loss 0.184  exact 70.3%",
-        "training: 10/12 loss 0.184  exact 70.3%",
+        "training: 5/12 loss 0.184  best 70.3%",
+        "training: 10/12 loss 0.184  best 70.3%",
     ]
 
 

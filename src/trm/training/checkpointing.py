@@ -214,9 +214,9 @@ class BestSoFar:
             self.checkpointer.mark_best(self.row)
 
     def described(self) -> str:
-        """Return the primary metric and its best value so far, for a progress line."""
+        """Return the best value of the primary metric so far, for a progress line."""
         metric = None if self.row is None else primary_metric(self.row)
-        return "" if metric is None else f"{metric[0].removesuffix('_accuracy')} {metric[1]:.1%}"
+        return "" if metric is None else f"best {metric[1]:.1%}"
 
 
 def _evaluation_settings(best: JsonObject) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from itertools import pairwise
@@ -196,6 +197,15 @@ def test_signal_handlers_are_restored_after_a_run(tmp_path, dataset):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_progress_shows_the_best_value_and_says_that_it_is_the_best(tmp_path, dataset):
+    shown = []
+    outcome = run(run_config(dataset), tmp_path / "run", lambda facts, step: shown.append((step, facts)))
+    value = outcome.best["exact_accuracy"]
+    facts = [facts for step, facts in shown if "loss" in facts and step > outcome.best["step"]]
+    assert facts
+    assert all(re.search(rf"  best {value:.1%}  \d+", text) for text in facts)
+
+
 def test_a_run_stops_at_its_target(tmp_path, dataset):
     outcome = run(run_config(dataset, evaluation__target_accuracy=0.0), tmp_path / "run")
     assert (outcome.reason, outcome.step) == ("target", 10)
@@ -330,6 +340,8 @@ def test_a_dataset_of_another_task_is_refused_before_anything_is_written(tmp_pat
         DataError, match="has 6 tokens; this dataset has 12 input tokens and 6 outputs"
     ) as refused:
         run(run_config(other), tmp_path / "run")
+    assert str(refused.value).startswith(f"{other} is not a dataset of the task sudoku: ")
+    assert "data.path" in refused.value.hint
     assert not (tmp_path / "run").exists()
 
 
@@ -340,8 +352,6 @@ def test_a_model_that_cannot_be_allocated_is_an_error_and_leaves_no_run(tmp_path
 
 
 def test_precision_may_change_when_a_run_is_resumed(tmp_path, dataset):
-    assert str(refused.value).startswith(f"{other} is not a dataset of the task sudoku: ")
-    assert "data.path" in refused.value.hint
     """Checked without a bfloat16 operation, which kills the process on some machines."""
     run(run_config(dataset), tmp_path / "run", max_step=1)
     config = run_config(dataset)
