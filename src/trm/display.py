@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -11,6 +12,18 @@ class Display(Protocol):
     def status(self, text: str, *, plain: bool = False) -> None: ...
 
     def message(self, text: str) -> None: ...
+
+
+def building(display: Display) -> Callable[[str, int, int], None]:
+    """Show that a dataset is built: its progress, and that it is written after the last of it."""
+    display.status("Building the dataset")
+
+    def progress(what: str, done: int, total: int) -> None:
+        display.update(what, done, total)
+        if done >= total:
+            display.status("Writing the dataset")
+
+    return progress
 
 
 class Silent:

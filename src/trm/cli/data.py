@@ -194,10 +194,11 @@ def _show_grids(facts: Mapping[str, str | int], size: int, as_json: bool) -> Non
 def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> dict[str, str | int]:
     with showing("Building the dataset") as display:
         from macbook_optimization.performance_reporting import available_cores
+        from trm.display import building
         from trm.tasks.dataset import SPLITS, open_split
         from trm.tasks.registry import load_task
 
-        load_task(task).build(options, out, display.update, jobs or available_cores())
+        load_task(task).build(options, out, building(display), jobs or available_cores())
     return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}}
 
 

@@ -10,7 +10,7 @@ import click
 
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
-from trm.cli.common import PATH, for_terminal, json_option, show
+from trm.cli.common import PATH, for_terminal, json_option, show, showing
 
 if TYPE_CHECKING:
     from trm.training.loop import Outcome
@@ -50,7 +50,8 @@ def train(
     RECIPE may also be the directory of a run, which is resumed with its own recipe. KEY=VALUE overrides a
     recipe key, for example model.hidden_size=256 or plan.threads=1.
     """
-    from trm.api import Start, train_recipe
+    with showing("Starting"):
+        from trm.api import Start, train_recipe
 
     start = Start(fresh=fresh, fit=fit, more_steps=more_steps, max_minutes=max_minutes, max_steps=max_steps)
     outcome = train_recipe(recipe, overrides, run, start)

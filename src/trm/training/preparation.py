@@ -10,7 +10,7 @@ from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.backends.bounds import check_inference, check_training, smallest_program
 from trm.config import RunConfig, differences
-from trm.display import Display
+from trm.display import Display, building
 from trm.plan import Plan
 from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
@@ -108,9 +108,8 @@ def _earlier_plan(run: Run, planner: Planner) -> Plan | None:
 def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
     if config.data.build is not None and not config.data.path.exists():
         display.message(f"There is no {config.data.path} yet; building it.")
-        display.status("Building the dataset")
         jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
-        task.build(config.data.build, config.data.path, display.update, jobs)
+        task.build(config.data.build, config.data.path, building(display), jobs)
 
 
 def _with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:

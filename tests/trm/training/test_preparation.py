@@ -1,5 +1,7 @@
 """Everything before the first step: data, checks, and the plan."""
 
+from itertools import groupby
+
 import psutil
 import pytest
 import torch
@@ -34,6 +36,31 @@ def test_a_missing_dataset_is_built_if_the_recipe_says_how(tmp_path):
     misspelt = run_config(tmp_path, data={"path": str(tmp_path / "third"), "build": {"sise": 4}})
     with pytest.raises(ConfigError, match="unknown key sise; did you mean size"):
         prepare(misspelt, tmp_path / "other", Recorder())
+
+
+class Announcements(Recorder):
+    """Records what is announced, and progress only as such."""
+
+    def __init__(self):
+        super().__init__(lambda what, done: self.announced.append("progress"))
+        self.announced = []
+
+    def status(self, text, *, plain=False):
+        self.announced.append(text)
+
+
+def test_every_stage_is_announced_before_it_begins(tmp_path):
+    config = run_config(tmp_path, data={"path": str(tmp_path / "set"), "build": BUILD_FILE}, plan=BY_HAND)
+    display = Announcements()
+    prepare(config, tmp_path / "run", display)
+    stages = [stage for stage, _ in groupby(display.announced)]
+    assert stages == [
+        "Building the dataset",
+        "progress",
+        "Writing the dataset",
+        "Verifying the dataset",
+        "Choosing a plan",
+    ]
 
 
 def recipe_that_builds(tmp_path):
