@@ -104,7 +104,7 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
     with only_trainer(path) as lock:  # before anything that takes time
         from macbook_optimization.progress_monitoring import ProgressDisplay
         from trm.training.extension import extend
-        from trm.training.preparation import prepare
+        from trm.training.preparation import outcome_if_finished, prepare
         from trm.training.supervisor import supervise
 
         with nullcontext(Silent()) if start.quiet else ProgressDisplay() as display:
@@ -112,6 +112,9 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
             if start.more_steps is not None:
                 keep_target = any(each.startswith("evaluation.target_accuracy=") for each in overrides)
                 config = extend(Run(path), config, start.more_steps, display, keep_target=keep_target)
+            if not start.fresh and (outcome := outcome_if_finished(config, path, fit=start.fit)) is not None:
+                display.message(f"{path} has finished already; nothing is left to train.")
+                return outcome
             job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
             return supervise(replace(job, quiet=start.quiet), limits, lock)
 

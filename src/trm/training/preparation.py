@@ -10,15 +10,17 @@ from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.backends.bounds import check_inference, check_training, smallest_program
 from trm.config import RunConfig, differences
-from trm.display import Display, building
+from trm.display import Display, Silent, building
 from trm.plan import Plan
 from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
-from trm.runs.directory import Run, open_run, set_aside
+from trm.runs.directory import Run, is_run, open_run, set_aside
 from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
 from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, load_task
+from trm.training.finished import finished_outcome
 from trm.training.log import show_plan
+from trm.training.loop import Outcome
 from trm.training.start import Digests, data_manager, open_splits
 from trm.training.state import PLAN_FACTS
 
@@ -66,6 +68,15 @@ def prepare(
     _show(plan, planner, display)
     verified = {"train": train_split.digests, "test": test_split.digests}
     return Job(planner.config, run, plan, planner, verified)
+
+
+def outcome_if_finished(config: RunConfig, path: Path, *, fit: bool = False) -> Outcome | None:
+    """Return how a run ended if nothing of it is left to train, before anything that takes time."""
+    if not is_run(path):
+        return None
+    config = _with_model(config, path, Silent())
+    config = _as_fitted(config, path, Silent()) if fit else config
+    return finished_outcome(Run(path), config)
 
 
 def _least_spec(task: Task, options: Options) -> DataSpec:
