@@ -79,16 +79,17 @@ def sort(
     for key, reason in copied.left_out.items():
         click.echo(f"warning: {key} is left out: {reason}", err=True)
     facts = {"path": path, "out": str(out), "dry_run": dry_run, **_copied_facts(copied)}
-    show(facts, as_json, _copied_text(copied, out, dry_run))
+    show(facts, as_json, _printable_lines(_copied_lines(copied, out, dry_run)))
 
 
 def _sort_maildir(
     model: tuple[Path, int | None], path: Path, folder: str, how: tuple[float, bool], as_json: bool
 ) -> None:
-    from trm.mail.maildir import folder_of, open_maildir
+    from trm.mail.maildir import check_folder, folder_of, open_maildir
 
     root = open_maildir(path)
     directory = folder_of(folder)
+    check_folder(root, directory)
     max_error, dry_run = how
     with showing("Loading the model") as display, opened_classifier(*model) as classifier:
         from trm.mail.sorting import messages_of_folder, sort_folder
@@ -96,7 +97,14 @@ def _sort_maildir(
         display.status("Sorting")
         decided = classifier.decide(messages_of_folder(root, directory), max_error)
         outcome = sort_folder(root, directory, decided, dry_run)
-    show({"path": str(path), "dry_run": dry_run, **_facts(outcome)}, as_json, _text(outcome, path, dry_run))
+    facts = {"path": str(path), "dry_run": dry_run, **_facts(outcome)}
+    show(facts, as_json, _printable_lines(_lines(outcome, path, dry_run)))
+
+
+def _printable_lines(lines: list[str]) -> str:
+    from trm.mail.answers import printable
+
+    return "\n".join(map(printable, lines))
 
 
 def _facts(outcome: Outcome) -> JsonObject:
@@ -118,7 +126,7 @@ def _facts(outcome: Outcome) -> JsonObject:
     }
 
 
-def _text(outcome: Outcome, path: Path, dry_run: bool) -> str:
+def _lines(outcome: Outcome, path: Path, dry_run: bool) -> list[str]:
     lines = []
     if dry_run:
         lines = [
@@ -138,7 +146,7 @@ def _text(outcome: Outcome, path: Path, dry_run: bool) -> str:
     lines.append(f"{counted(len(outcome.moved), 'message')} {verb} in {path}.")
     if outcome.moved and not dry_run:
         lines.append(f"Take it back: trm email sort --undo {path}")
-    return "\n".join(lines)
+    return lines
 
 
 def _count_lines(by_category: dict[str, int]) -> list[str]:
@@ -163,12 +171,12 @@ def _undo(path: Path, as_json: bool) -> None:
         "kept_folders": undone.kept_folders,
         "earlier_sorts": undone.earlier_sorts,
     }
-    show(facts, as_json, _undone_text(undone, path))
+    show(facts, as_json, _printable_lines(_undone_lines(undone, path)))
     if not undone.is_complete:
         raise click.exceptions.Exit(1)
 
 
-def _undone_text(undone: Undone, path: Path) -> str:
+def _undone_lines(undone: Undone, path: Path) -> list[str]:
     lines = [f"gone: {place}" for place in undone.gone]
     lines += [f"not moved back, as its old place is occupied: {place}" for place in undone.occupied]
     lines += [f"kept, as it is not empty: the folder {folder}" for folder in undone.kept_folders]
@@ -179,7 +187,7 @@ def _undone_text(undone: Undone, path: Path) -> str:
     lines.append(f"{counted(undone.moved_back, 'message')} moved back in {path}.")
     if undone.earlier_sorts:
         lines.append(f"The same command takes the sort before it back; {undone.earlier_sorts} are left.")
-    return "\n".join(lines)
+    return lines
 
 
 def _copied_facts(copied: Copied) -> JsonObject:
@@ -191,13 +199,13 @@ def _copied_facts(copied: Copied) -> JsonObject:
     }
 
 
-def _copied_text(copied: Copied, out: Path, dry_run: bool) -> str:
+def _copied_lines(copied: Copied, out: Path, dry_run: bool) -> list[str]:
     lines = _count_lines(dict(sorted(copied.by_category.items())))
     inbox = {"unsure": copied.unsure, "could not be classified": copied.skipped}
     lines += [f"{count:>7,}  {reason}, in the inbox" for reason, count in inbox.items() if count]
     total = sum(copied.by_category.values()) + copied.unsure + copied.skipped
     verb = "would be copied" if dry_run else "copied"
-    return "\n".join([*lines, f"{counted(total, 'message')} {verb} to the Maildir {out}."])
+    return [*lines, f"{counted(total, 'message')} {verb} to the Maildir {out}."]
 
 
 @click.command("eval")

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from trm.mail.reading import Read
 
 
+def printable(text: str) -> str:
+    """Return a text without letters that would move a terminal's cursor: names may have any."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 class Choice(NamedTuple):
     category: str
     confidence: float
@@ -43,10 +48,10 @@ class Answer:
 
     def text(self, subject: str = "") -> str:
         if self.category is None or self.confidence is None:
-            return f"{'skipped':16} {'':6}  {self.path}  ({self.reason})"
+            return printable(f"{'skipped':16} {'':6}  {self.path}  ({self.reason})")
         mark = "?" if self.unsure else " "
         line = f"{self.category:16} {self.confidence:6.1%}{mark} {self.path}"
-        return f"{line}  {subject[:60]}" if subject else line
+        return printable(f"{line}  {subject[:60]}" if subject else line)
 
 
 def answer_of(read: Read, decision: Decision | None) -> Answer:

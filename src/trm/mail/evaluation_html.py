@@ -47,22 +47,19 @@ def _summary(columns: Iterable[ColumnResult]) -> str:
 
 def _categories(evaluation: Evaluation) -> str:
     """Return precision, recall and F1 of every column, side by side."""
-    several = len(evaluation.columns) > 1
-    heads = ["category", "number"]
-    for column in evaluation.columns:
-        suffix = f" ({column.name})" if several else ""
-        heads += [f"{name}{suffix}" for name in ("precision", "recall", "F1")]
+    spans = "".join(f'<th colspan="3">{html.escape(column.name)}</th>' for column in evaluation.columns)
     rows = []
     for place, name in enumerate(evaluation.categories):
         found = [column.categories[place] for column in evaluation.columns]
         scores = [f"{value:.3f}" for each in found for value in (each.precision, each.recall, each.f1)]
         rows.append((name, f"{found[0].number:,}", *scores))
-    return _table(heads, rows)
+    heads = ("category", "number", *("precision", "recall", "F1") * len(evaluation.columns))
+    return _table(heads, rows, f'<tr><th colspan="2"></th>{spans}</tr>')
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["<table>", _row("th", heads), *(_row("td", row) for row in rows), "</table>"]
-    return "\n".join(lines)
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], above: str = "") -> str:
+    lines = ['<div class="wide"><table>', above, _row("th", heads), *(_row("td", row) for row in rows)]
+    return "\n".join([*lines, "</table></div>"])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
@@ -151,12 +148,15 @@ def _y(share: float) -> float:
 _STYLE = """
 body { max-width: 60rem; }
 table { border-collapse: collapse; margin: 1rem 0; }
-td, th { border-top: 1px solid #8884; padding: .25rem .6rem; text-align: right; font-weight: normal; }
-td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; }
-tr:first-child th { font-weight: 600; vertical-align: bottom; }
+td, th { border-top: 1px solid #8884; padding: .25rem .6rem; text-align: right; font-weight: 600; }
+td { font-weight: normal; }
+th[colspan] { text-align: center; }
+td:first-child, th:first-child { text-align: left; }
+td:first-child { min-width: 9rem; max-width: 20rem; overflow-wrap: anywhere; }
 div.wide { overflow-x: auto; }
 table.heat td, table.heat th { border: 1px solid #8884; text-align: center; }
-table.heat th:first-child { text-align: left; }
+table.heat td:first-child { min-width: 0; }
+table.heat th:first-child { text-align: left; font-weight: normal; overflow-wrap: anywhere; }
 table.heat tr:first-child span { writing-mode: vertical-rl; max-height: 12rem; overflow: hidden; }
 table.heat.small { font-size: 11px; }
 table.heat.small td { padding: .1rem .25rem; }

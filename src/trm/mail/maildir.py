@@ -76,6 +76,15 @@ def open_maildir(path: Path) -> Path:
     return path.resolve()
 
 
+def check_folder(root: Path, folder: str) -> None:
+    """Raise `DataError` if a Maildir has no such folder."""
+    if not is_maildir(root / folder):
+        names = sorted(entry.name for entry in root.glob(".*") if is_maildir(entry))
+        raise DataError(
+            f"{root} has no folder {folder}", hint=f"Its folders are {', '.join(names) or 'only the inbox'}."
+        )
+
+
 def make_folder(root: Path, folder: str) -> None:
     """Create a folder, or what is missing of it, for its owner only."""
     directory = root / folder

@@ -102,6 +102,10 @@ class Server:
         for end in (self._woken, self._waker):
             end.setblocking(False)
 
+    def close(self) -> None:
+        self._woken.close()
+        self._waker.close()
+
     def stop(self) -> None:
         """Let `run` return. This may be called in a signal handler."""
         self._is_stopped = True
@@ -188,7 +192,7 @@ class Server:
             self._free.put(pool)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it will wake up anyway
+        with suppress(OSError):  # it will wake up anyway, or has ended
             self._waker.send(b"\0")
 
     def _end_clients(self) -> None:
@@ -212,4 +216,8 @@ def open_server(
         pools = [stack.enter_context(ParsePool(features_of, 1)) for _ in range(jobs)]
         for pool in pools:
             list(pool.map([Message(_KEY, _WARM_UP)]))
-        yield Server(CurrentModel(classifier), pools, max_error, limits)
+        server = Server(CurrentModel(classifier), pools, max_error, limits)
+        try:
+            yield server
+        finally:
+            server.close()

@@ -118,17 +118,18 @@ def test_the_text_fits_a_terminal_and_is_aligned(names):
 
 
 def test_several_models_are_shown_side_by_side():
-    found = random_evaluation(NAMES, columns=("linear path", "recursive path", "together"))
+    models = ("linear path", "recursive path", "together", "TF-IDF + LinearSVC")
+    found = random_evaluation(CATEGORIES, columns=models)
     text = as_text(found)
-    assert [line.split("  ")[0] for line in text.splitlines()[1:4]] == [
-        "linear path",
-        "recursive path",
-        "together",
-    ]
-    assert "F1 together" in text
+    assert max(map(cell_len, text.splitlines())) <= 80
+    assert [line.split("  ")[0] for line in text.splitlines()[1:5]] == list(models)
+    start = next(i for i, line in enumerate(text.splitlines()) if line.startswith("F1 "))
+    row = text.splitlines()[start + 1]
+    expected = [f"{column.categories[0].f1:.3f}" for column in found.columns]
+    assert row.split()[1:] == expected
     page = as_html("title", found)
-    assert page.count("<svg") == 3
-    assert page.count('class="heat"') == 3
+    assert page.count("<svg") == 4
+    assert page.count('class="heat"') == 4
 
 
 def test_a_page_has_no_scripts_and_escapes_names():

@@ -4,7 +4,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from macbook_optimization.errors import DataError
@@ -68,6 +68,7 @@ def test_unpaired_surrogates_and_long_names_have_folders():
         folder_of("")
 
 
+@settings(max_examples=40)
 @given(category=(NAMES | HOSTILE).filter(lambda name: len(folder_of(name)) < 190))
 def test_a_category_is_read_back_from_its_folder(category, tmp_path_factory):
     root = tmp_path_factory.mktemp("maildir")

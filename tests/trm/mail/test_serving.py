@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 from letters import TOPICS, letter
 from tiny import TRM
 
 from macbook_optimization.errors import DataError
+from trm.cli import cli
 from trm.mail.answers import answer_of
 from trm.mail.deciding import open_classifier
 from trm.mail.serving import ServerLimits, open_server
@@ -252,14 +254,9 @@ def test_a_client_loads_no_model(shared, tmp_path):
     [
         ("classify",), ("classify", "run"), ("filter",), ("classify", "--socket", "s"),
         ("classify", "--socket", "s", "a.eml", "--max-error", "5%"), ("filter", "run", "--socket", "s"),
-        ("serve", "run"), ("sort",), ("sort", "run"), ("sort", "run", "mail", "--undo", "mail"),
-        ("sort", "run", "mail", "--out", "new", "--from-folder", "Work"),
+        ("serve", "run"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_refused(arguments):
-    import click
-
-    from trm.cli import cli
-
     with pytest.raises(click.UsageError):
         cli.main(["email", *arguments], standalone_mode=False)
