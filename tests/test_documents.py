@@ -4,7 +4,8 @@ README.md and each page below docs/ that has code blocks are run from top to bot
 Blocks are found by their language, so the pages may be rearranged freely:
 
 - `console` lines after `$ `, and all lines of `bash`, `sh` and `shell` blocks, are commands. Those with a
-  placeholder in capitals, such as RUN or FILE, cannot be run: only their options are checked.
+  placeholder in capitals, such as RUN or FILE, cannot be run: only their options are checked. One that ends
+  with `&` runs in the background, from its first line of output to the end of the page.
 - A `python` or `yaml` block is written to the file that the paragraph before it names in backticks. A
   `python` block without such a name is run as a script.
 - `text` blocks are output or sketches and are not run. docs/lab/ has notes on long experiments: only the
@@ -108,8 +109,20 @@ class Reader:
     directory: Path
     accuracy: dict[str, float] = field(default_factory=dict)  # of runs that were trained to their target
     last_step: dict[str, str] = field(default_factory=dict)  # of runs that were trained to a step
+    background: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def follow(self, page: Path) -> None:
+        try:
+            self.follow_blocks(page)
+            for process in self.background:
+                process.terminate()
+                assert process.wait(60) == 0, process.args
+        finally:
+            for process in self.background:
+                process.kill()
+                process.communicate()
+
+    def follow_blocks(self, page: Path) -> None:
         for block in blocks_of(page):
             if block.file is not None:
                 (self.directory / block.file).write_text(block.content)
@@ -126,6 +139,8 @@ class Reader:
             assert words[0] == "trm", f"a document has a command that no test runs: {command}"
             if words == ["trm", "doctor"]:
                 check_doctor()
+            elif words[-1] == "&":
+                self.start([str(TRM), *words[1:-1]])
             else:
                 self.trm(words[1:])
 
@@ -148,6 +163,12 @@ class Reader:
 
     def execute(self, words: list[str]) -> str:
         return execute(words, self.directory)
+
+    def start(self, words: list[str]) -> None:
+        process = subprocess.Popen(words, cwd=self.directory, stdout=subprocess.PIPE, text=True)
+        self.background.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline(), f"{shlex.join(words)} ended before it was ready"
 
     def provide_puzzles(self, words: list[str]) -> None:
         """Write the file that a user would have, where a command reads puzzles from one."""
@@ -209,7 +230,8 @@ def test_the_documents_show_every_important_command():
         "make demo", "make test", "trm train", "trm eval", "trm predict", "trm runs", "trm doctor",
         "trm data build sudoku", "trm data build maze", "trm data info", "trm checkpoint verify",
         "trm checkpoint import", "trm checkpoint export", "trm email train", "trm email classify",
-        "trm email explain", "trm email learn", "trm data build email",
+        "trm email explain", "trm email learn", "trm email sort", "trm email serve", "trm email eval",
+        "trm data build email",
     ):  # fmt: skip
         assert any(command.startswith(important) for command in shown), important
     assert any(

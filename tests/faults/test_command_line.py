@@ -48,6 +48,7 @@ SETTINGS = {
     "eval": ("--depth", "1"),
     "predict": ("--example", "0", "--depth", "1"),
     "bench": ("--repeats", "1"),
+    "email serve": ("--idle-seconds", "0.5"),
 }
 # A valid value for every path of every command; `None` leaves an option out unless it is the one tried.
 VALUES = {
@@ -67,7 +68,14 @@ VALUES = {
     "email samples directory": "new",
     "email train mail": "mailbox",
     "email train run": "new-run",
-    **{f"email {name} run": "mail-run" for name in ("classify", "filter", "explain", "learn", "forget")},
+    **{
+        f"email {name} run": "mail-run"
+        for name in ("classify", "filter", "explain", "learn", "forget", "sort", "serve", "eval")
+    },
+    "email sort path": "mailbox",
+    "email sort out": "new",
+    "email serve socket_path": "new",
+    "email eval paths": "mailbox",
     "email learn category": "work",
     "paths": "mailbox/work/000.eml",
     "path": "mailbox/work/000.eml",

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from macbook_optimization.errors import DataError
-from macbook_optimization.json_types import JsonObject
-from macbook_optimization.output_files import HTML, OutputFile, check_new_directory
-from macbook_optimization.terminal_text import one_line
+from macbook_optimization.output_files import check_new_directory
 from macbook_optimization.units import counted
-from trm.cli.common import PATH, OutputOption, force_option, json_option, set_environment, show, showing
+from trm.cli.common import PATH, json_option, show, showing
+from trm.cli.email_classify import classify, explain, filter_message, serve
 from trm.cli.email_export import export
+from trm.cli.email_mailbox import evaluate, sort
+from trm.cli.email_options import (
+    SOURCES,
+    error_option,
+    format_named,
+    format_option,
+    jobs_option,
+    mapping_option,
+    num_jobs,
+    opened_classifier,
+    parse_share,
+)
 
 if TYPE_CHECKING:
-    from trm.mail.deciding import Classifier
-    from trm.mail.model import Decision
     from trm.mail.network_training import Profile
-    from trm.mail.reading import Read
-    from trm.tasks.documents.mailboxes import Format
-
-SOURCES = click.Path()  # paths, or - for standard input
-FORMATS = click.Choice(["auto", "eml", "mbox", "maildir", "directory", "csv", "json", "jsonl"])
-
-
-def _share(context: click.Context, option: click.Parameter, value: str) -> float:
-    """Parse a share: `0.01` or `1%`."""
-    text = value.strip()
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise click.BadParameter(f"{value!r} is not a share such as 1% or 0.01.")
-    return share
-
-
-format_option = click.option("--format", "format_", type=FORMATS, default="auto", show_default=True,
-                             help="What MAIL is, if it is not recognised.")  # fmt: skip
-jobs_option = click.option(
-    "--jobs", type=click.IntRange(1, 256), help="Processes that parse mail [default: one per core]."
-)
-error_option = click.option(
-    "--max-error", callback=_share, default="1%", show_default=True,
-    help="Largest share of wrong answers among those that are not unsure.",
-)  # fmt: skip
 
 
 @click.group()
@@ -58,18 +34,16 @@ def email() -> None:
     """Train a private classifier on your own mail, and use it. Nothing leaves this machine."""
 
 
-email.add_command(export)
-
-
 @email.command()
 @click.argument("directory", type=PATH)
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed gives other messages.")
 @json_option
-def samples(directory: Path, as_json: bool) -> None:
+def samples(directory: Path, seed: int, as_json: bool) -> None:
     """Write a small made-up mailbox to DIRECTORY, to try the other commands with."""
     from trm.mail.samples import CATEGORIES, write_samples
 
     check_new_directory(directory)
-    count = write_samples(directory)
+    count = write_samples(directory, seed=seed)
     facts = {"path": str(directory), "messages": count, "categories": list(CATEGORIES)}
     show(facts, as_json, f"{directory}: {count} messages in {len(CATEGORIES)} folders")
 
@@ -77,9 +51,9 @@ def samples(directory: Path, as_json: bool) -> None:
 @email.command("train")
 @click.argument("mail", nargs=-1, required=True, type=SOURCES)
 @click.option("--run", "run", type=PATH, required=True, help="New run directory.")
-@click.option("--mapping", type=PATH, help="YAML file that says which folders and labels are which category.")
+@mapping_option
 @click.option(
-    "--held-out", callback=_share, default="10%", show_default=True,
+    "--held-out", callback=parse_share, default="10%", show_default=True,
     help="Share of the messages to measure on instead of training.",
 )  # fmt: skip
 @click.option(
@@ -127,103 +101,22 @@ def train_email(
     linear path is fitted first, and can be used while the recursive path is still being trained.
     """
     with showing("Reading the mail") as display:
-        from macbook_optimization.performance_reporting import available_cores
         from trm.mail.network_training import NetworkOptions
         from trm.mail.training import MailOptions, train_mail
         from trm.tasks.documents.labels import load_map
         from trm.tasks.documents.splits import SplitRules
 
         options = MailOptions(
-            format=_format(format_),
+            format=format_named(format_),
             mapping=None if mapping is None else load_map(mapping),
             min_documents=min_df,
             held_out=SplitRules(split, held_out, seed),  # type: ignore[arg-type]
             max_error=max_error,
-            jobs=jobs or available_cores(),
+            jobs=num_jobs(jobs),
             network=None if linear else NetworkOptions(recipe, profile, overrides, seed, ensemble),
         )
         _, report = train_mail(mail, run, options, display)
     show(report.to_json(), as_json, f"{report.text()}\nTry: trm email classify {run} PATH...")
-
-
-@email.command()
-@click.argument("run", type=PATH)
-@click.argument("paths", nargs=-1, required=True, type=SOURCES)
-@click.option("--full", is_flag=True,
-              help="Use the recursive path also where the linear path is certain; slower.")  # fmt: skip
-@error_option
-@format_option
-@jobs_option
-@json_option
-def classify(
-    run: Path,
-    paths: tuple[str, ...],
-    full: bool,
-    max_error: float,
-    format_: str,
-    jobs: int | None,
-    as_json: bool,
-) -> None:
-    """Classify the messages of PATHS: files, directories, mailboxes, or - for standard input.
-
-    A question mark stands beside an answer that is unsure. With --json, one object per message.
-    """
-    from trm.mail.reading import messages_of
-
-    with _classifier(run, jobs, full=full) as classifier:
-        for read, decision in classifier.decide(messages_of(paths, _format(format_)), max_error):
-            show(_facts(read, decision), as_json, _line(read, decision))
-
-
-@email.command("filter")
-@click.argument("run", type=PATH)
-@error_option
-def filter_message(run: Path, max_error: float) -> None:
-    """Copy one message from standard input to standard output, with headers that say its category.
-
-    X-TRM-Category, X-TRM-Confidence and X-TRM-Unsure come before all other headers; every other byte stays as
-    it is. If something is wrong, nothing is written and the exit code is 1: mail programs then keep the
-    original.
-    """
-    from trm.mail.filtering import with_headers
-    from trm.tasks.documents.mailboxes import Message
-    from trm.tasks.documents.mime import MAX_MESSAGE_BYTES
-
-    raw = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
-    if len(raw) > MAX_MESSAGE_BYTES:
-        raise DataError(f"The message is larger than {MAX_MESSAGE_BYTES // 2**20} MiB")
-    with _classifier(run, 1) as classifier:
-        ((_, decision),) = classifier.decide([Message("-", raw)], max_error)
-    sys.stdout.buffer.write(with_headers(raw, decision))
-
-
-@email.command()
-@click.argument("run", type=PATH)
-@click.argument("path", type=SOURCES)
-@click.option("--html", type=OutputOption(HTML), help="Also write the reasons to this page.")
-@force_option
-@error_option
-@format_option
-@json_option
-def explain(
-    run: Path, path: str, html: OutputFile | None, max_error: float, format_: str, as_json: bool
-) -> None:
-    """Show which words and fields decided about the first message of PATH."""
-    from trm.mail.explain import as_html, as_text
-    from trm.mail.explain import explain as find_reasons
-    from trm.mail.reading import messages_of
-
-    with _classifier(run, 1) as classifier:
-        found = classifier.decide(messages_of([path], _format(format_)), max_error)
-        read, decision = next(found, (None, None))
-        if read is None or decision is None:
-            reason = "there is no message" if read is None else read.features.mail.reason
-            raise DataError(f"{path} cannot be classified: {reason}")
-        rival, reasons = find_reasons(classifier.model, read.features)
-    if html is not None:
-        html.write(as_html(read.message.key, decision, rival, reasons).encode())
-    facts = {**_facts(read, decision), "rival": rival, "reasons": [asdict(reason) for reason in reasons]}
-    show(facts, as_json, as_text(decision, rival, reasons))
 
 
 @email.command()
@@ -243,8 +136,8 @@ def learn(
     """
     from trm.mail.reading import messages_of
 
-    with _classifier(run, jobs) as classifier:
-        learned, right = classifier.learn(messages_of(paths, _format(format_)), category)
+    with opened_classifier(run, jobs) as classifier:
+        learned, right = classifier.learn(messages_of(paths, format_named(format_)), category)
     facts = {"run": str(run), "category": category, "learned": learned, "right_already": right}
     show(facts, as_json, f"Learned {counted(learned, 'message')} as {category}; {right} right already.")
 
@@ -259,43 +152,10 @@ def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> No
     from trm.mail.corrections import key_of
     from trm.mail.reading import messages_of
 
-    with _classifier(run, 1) as classifier:
-        forgotten = classifier.forget(key_of(each.raw) for each in messages_of(paths, _format(format_)))
+    with opened_classifier(run, 1) as classifier:
+        forgotten = classifier.forget(key_of(each.raw) for each in messages_of(paths, format_named(format_)))
     show({"run": str(run), "forgotten": forgotten}, as_json, f"Forgot {counted(forgotten, 'correction')}.")
 
 
-@contextmanager
-def _classifier(run: Path, jobs: int | None, *, full: bool = False) -> Iterator[Classifier]:
-    from macbook_optimization.performance_reporting import available_cores
-    from trm.mail.deciding import open_classifier
-
-    set_environment(available_cores())  # should a message need the recursive path
-    with open_classifier(run, jobs or available_cores(), full=full) as classifier:
-        yield classifier
-
-
-def _format(name: str) -> Format:
-    from trm.tasks.documents.mailboxes import FORMATS
-
-    return next(each for each in FORMATS if each == name)
-
-
-def _facts(read: Read, decision: Decision | None) -> JsonObject:
-    mail = read.features.mail
-    return {
-        "path": read.message.key,
-        "category": None if decision is None else decision.category,
-        "confidence": None if decision is None else decision.confidence,
-        "unsure": decision is None or decision.unsure,
-        "verdict": mail.verdict,
-        "reason": mail.reason or None,
-    }
-
-
-def _line(read: Read, decision: Decision | None) -> str:
-    mail = read.features.mail
-    if decision is None:
-        return f"{'skipped':16} {'':6}  {one_line(read.message.key)}  ({one_line(mail.reason)})"
-    unsure = "?" if decision.unsure else " "
-    answer = f"{one_line(decision.category):16} {decision.confidence:6.1%}{unsure}"
-    return f"{answer} {one_line(read.message.key)}  {one_line(mail.subject[:60])}"
+for command in (classify, filter_message, explain, serve, sort, evaluate, export):
+    email.add_command(command)

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from trm.arrays import FloatArray
 from trm.mail.corrections import (
     Correction,
     apply_corrections,
@@ -25,6 +26,14 @@ from trm.tasks.documents.mailboxes import Message
 from trm.tasks.documents.parse_pool import ParsePool
 
 _BATCH_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What every path, both together and the baseline say about one message."""
+
+    columns: dict[str, FloatArray]  # a number per category
+    is_decided: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,20 @@ class Classifier:
                 batch, self.model.decide(bags, mails, max_error, full=self.full), strict=True
             ):
                 yield read, None if read.features.mail.verdict == "skipped" else decision
+
+    def compare(
+        self, messages: Iterable[Message], max_error: float = DEFAULT_MAX_ERROR
+    ) -> Iterator[tuple[Read, Compared | None]]:
+        """Yield each message with what every path of the model says about it, for an evaluation."""
+        threshold = self.model.curve.threshold(max_error)
+        reads = read_features(messages, self.pool)
+        while batch := list(islice(reads, _BATCH_SIZE)):
+            bags = self.model.bags([read.features.counts for read in batch])
+            columns = self.model.columns(bags, [read.features.mail for read in batch])
+            for row, read in enumerate(batch):
+                said = {name: found[row] for name, found in columns.items()}
+                decided = bool(said[self.model.main_column].max() >= threshold)
+                yield read, None if read.features.mail.verdict == "skipped" else Compared(said, decided)
 
     def learn(self, messages: Iterable[Message], category: str) -> tuple[int, int]:
         """Learn the category of messages that were decided wrongly or unsurely, and save it.
@@ -84,9 +107,13 @@ class Classifier:
 
 
 @contextmanager
-def open_classifier(run: Path, jobs: int = 1, *, full: bool = False) -> Iterator[Classifier]:
+def open_classifier(
+    run: Path, jobs: int = 1, *, full: bool = False, all_paths: bool = False
+) -> Iterator[Classifier]:
+    """Load a model and its corrections. `all_paths`: keep what `Classifier.compare` needs of a message."""
     directory = model_directory(run)
     fitted = load_model(directory)
     corrections = load_corrections(directory, len(fitted.vocabulary.idf))
-    with ParsePool(partial(features_of, num_tokens=fitted.num_tokens), jobs) as pool:
+    num_tokens = fitted.network.length if all_paths and fitted.network else fitted.num_tokens
+    with ParsePool(partial(features_of, num_tokens=num_tokens), jobs) as pool:
         yield Classifier(directory, fitted, corrections, apply_corrections(fitted, corrections), pool, full)

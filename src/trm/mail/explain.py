@@ -13,6 +13,7 @@ import numpy as np
 
 from trm.arrays import FloatArray
 from trm.mail.model import Decision, MailModel
+from trm.mail.page import page
 from trm.mail.reading import Features
 
 _FIELDS = {"S": "subject", "H": "header", "L": "link", "A": "attachment"}
@@ -86,35 +87,26 @@ def as_html(title: str, decision: Decision, rival: str, reasons: list[Reason]) -
         for reason in reasons
     )
     unsure = " (unsure)" if decision.unsure else ""
-    return _PAGE.format(
+    body = _BODY.format(
         title=html.escape(title),
         category=html.escape(decision.category) + unsure,
         confidence=f"{decision.confidence:.1%}",
         rival=html.escape(rival),
         rows=rows,
     )
+    return page(title, body, _STYLE)
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 46rem; padding: 0 1rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-td {{ border-top: 1px solid #8884; padding: .25rem .5rem; overflow-wrap: anywhere; }}
-td:nth-child(2) {{ width: 30%; }}
-div.for {{ background: #2a7; height: .8rem; }}
-div.against {{ background: #c54; height: .8rem; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #ddd; }} }}
-</style>
-<h1>{category}</h1>
+_STYLE = """
+table { border-collapse: collapse; width: 100%; }
+td { border-top: 1px solid #8884; padding: .25rem .5rem; overflow-wrap: anywhere; }
+td:nth-child(2) { width: 30%; }
+div.for { background: #2a7; height: .8rem; }
+div.against { background: #c54; height: .8rem; }
+"""
+_BODY = """<h1>{category}</h1>
 <p>{title}: {confidence} confident, rather than {rival}. Green n-grams speak for the decision, red ones
 against.</p>
 <table>
 {rows}
-</table>
-</html>
-"""
+</table>"""

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import re
 from email.header import Header
-
-from trm.mail.model import Decision
+from typing import Protocol
 
 PREFIX = "X-TRM-"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
-def with_headers(raw: bytes, decision: Decision | None) -> bytes:
+class Decided(Protocol):
+    """What the headers say: a decision of a model, or what a server answered."""
+
+    @property
+    def category(self) -> str: ...
+    @property
+    def confidence(self) -> float: ...
+    @property
+    def unsure(self) -> bool: ...
+
+
+def with_headers(raw: bytes, decision: Decided | None) -> bytes:
     """Return a message with headers in front of its own, where the first of several wins.
 
     A sender may have written headers of the same name, which come later. `decision` is None for a message
@@ -23,7 +33,7 @@ def with_headers(raw: bytes, decision: Decision | None) -> bytes:
     return separator + lines.encode("ascii") + rest
 
 
-def _headers(decision: Decision | None) -> list[tuple[str, str]]:
+def _headers(decision: Decided | None) -> list[tuple[str, str]]:
     if decision is None:
         return [("Category", "unknown"), ("Confidence", "0.000"), ("Unsure", "yes")]
     return [

@@ -90,6 +90,11 @@ class MailModel:
             found[rows] = self.mixture.together(linear[rows], recursive)
         return found
 
+    @property
+    def main_column(self) -> str:
+        """The column of `columns` that decides."""
+        return LINEAR if self.network is None else TOGETHER
+
     def columns(self, bags: Bags, mails: Sequence[Mail]) -> dict[str, FloatArray]:
         """Return the probabilities of each path alone, of both together, and of the baseline."""
         linear = self.linear(bags)
@@ -97,7 +102,10 @@ class MailModel:
         if self.network is not None:
             recursive = self.network.log_probabilities(mails)
             found[RECURSIVE] = softmax(recursive, self.mixture.recursive_temperature)
-            found[TOGETHER] = self.probabilities(bags, mails) if self.mixture.gate else np.exp(linear)
+            together = np.exp(linear)
+            rows = self.mixture.needs_recursion(together)
+            together[rows] = self.mixture.together(linear[rows], recursive[rows])
+            found[TOGETHER] = together
         if self.baseline is not None:
             found[BASELINE] = softmax(self.baseline.scores(bags), 1.0)
         return found

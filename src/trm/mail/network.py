@@ -6,8 +6,9 @@ loaded when the first message needs them: most messages never do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -47,6 +48,7 @@ class Network:
     recipe: JsonObject
     spec: JsonObject  # what they were trained on: lengths, vocabulary, categories
     files: dict[str, bytes]  # by name, as they are on disk
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def num_members(self) -> int:
@@ -90,7 +92,14 @@ class Network:
         return logarithms
 
     def probabilities_of(self, rows: Sequence[IntArray], members: Sequence[int] | None = None) -> FloatArray:
-        """Return the probabilities of all categories for tokens of messages; `members` are all by default."""
+        """Return the probabilities of all categories for tokens of messages; `members` are all by default.
+
+        Threads take turns: a predictor holds the latents of the rows that it computes.
+        """
+        with self.lock:
+            return self._probabilities_of(rows, members)
+
+    def _probabilities_of(self, rows: Sequence[IntArray], members: Sequence[int] | None) -> FloatArray:
         chosen_members = range(self.num_members) if members is None else members
         found = np.zeros((len(rows), self.data.num_outputs))
         by_length = np.argsort([-len(row) for row in rows], kind="stable")  # little of a batch is padding

@@ -13,6 +13,7 @@ import stat
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ _OTHER_SUFFIXES = frozenset((
 _MAIL_SUFFIXES = frozenset((".eml", ".emlx", ".mbox", ".mbx"))
 _FLAGS = re.compile(r"[:;!]2,[A-Za-z]*$")  # of a message in a Maildir; they change when it is read
 _ENCODED_NAME = re.compile(r"&([A-Za-z0-9+,]*)-")
+_SEPARATORS = frozenset("./~:")  # letters that Courier encodes as well: they mean something in paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ class Found:
 
 def is_maildir(directory: Path) -> bool:
     return (directory / "cur").is_dir() or (directory / "new").is_dir()
+
+
+def unique_part(name: str) -> str:
+    """Return a message's file name in a Maildir without its flags, which change when it is read."""
+    return _FLAGS.sub("", name)
 
 
 def find_files(root: Path) -> Iterator[Found]:
@@ -93,11 +100,12 @@ def _walk(root: Path) -> Iterator[Found]:
             elif not maildir and not entry.name.startswith("."):
                 yield Found(path, str(path), folder, False, _problem(path, inside))
         if maildir:
-            yield from _maildir_files(directory, folder or ("Inbox",), inside)
+            yield from maildir_files(directory, folder or ("Inbox",), inside)
         pending.extend(reversed(below))
 
 
-def _maildir_files(directory: Path, folder: tuple[str, ...], inside: Path) -> Iterator[Found]:
+def maildir_files(directory: Path, folder: tuple[str, ...], inside: Path) -> Iterator[Found]:
+    """Yield the messages of one folder, without those of its subfolders. Links may not leave `inside`."""
     paths = [
         path
         for name in ("cur", "new")
@@ -105,7 +113,7 @@ def _maildir_files(directory: Path, folder: tuple[str, ...], inside: Path) -> It
         for path in (directory / name).iterdir()
         if not path.name.startswith(".") and not path.is_dir()
     ]
-    keyed = sorted((str(directory / _FLAGS.sub("", path.name)), path) for path in paths)
+    keyed = sorted((str(directory / unique_part(path.name)), path) for path in paths)
     for key, path in keyed:
         yield Found(path, key, folder, True, _problem(path, inside))
 
@@ -135,6 +143,31 @@ def decode_folder_name(name: str) -> str:
     """Decode the modified UTF-7 of IMAP, `&ATA-` for a dotted capital i, and compose letters with accents."""
     decoded = _ENCODED_NAME.sub(_decode_letters, name) if "&" in name else name
     return unicodedata.normalize("NFC", decoded)
+
+
+def encode_folder_name(name: str) -> str:
+    """Encode the name of one folder, so that it has no letter that separates folders or directories.
+
+    Where IMAP allows it, the result is what IMAP prescribes; `decode_folder_name` is the inverse.
+    """
+    return "".join(
+        _encode_letters(kind, "".join(letters)) for kind, letters in groupby(name, _kind_of_letter)
+    )
+
+
+def _kind_of_letter(letter: str) -> str:
+    if letter == "&":
+        return "shift"
+    return "plain" if " " <= letter <= "\x7e" and letter not in _SEPARATORS else "encoded"
+
+
+def _encode_letters(kind: str, letters: str) -> str:
+    if kind == "plain":
+        return letters
+    if kind == "shift":
+        return "&-" * len(letters)
+    digits = binascii.b2a_base64(letters.encode("utf-16-be", "surrogatepass"), newline=False).decode()
+    return f"&{digits.rstrip('=').replace('/', ',')}-"
 
 
 def _decode_letters(match: re.Match[str]) -> str:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
 
 from macbook_optimization.errors import DataError
 from trm.tasks.documents.charsets import decode_bytes
-from trm.tasks.documents.folders import Found, find_files, is_mailbox_name, is_maildir, open_regular
+from trm.tasks.documents.folders import (
+    Found,
+    find_files,
+    is_mailbox_name,
+    is_maildir,
+    maildir_files,
+    open_regular,
+)
 from trm.tasks.documents.mail import TOO_LARGE
 from trm.tasks.documents.mbox import split_mbox
 from trm.tasks.documents.mime import MAX_MESSAGE_BYTES
@@ -63,6 +70,12 @@ def read_messages(source: str | Path, format: Format = "auto", start_offset: int
     if found in ("maildir", "directory"):
         return _read_directory(path, found)
     return _read_file(path, found, start_offset)
+
+
+def read_maildir_folder(directory: Path, root: Path) -> Iterator[Message]:
+    """Yield the messages of one folder of the Maildir `root`, without those of its subfolders."""
+    for found in maildir_files(directory, (), root.resolve()):
+        yield from _messages_of_file(found)
 
 
 def read_stream(stream: BinaryIO, name: str, format: Format = "auto") -> Iterator[Message]:
