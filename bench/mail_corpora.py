@@ -130,7 +130,6 @@ class Measured:
     corpus: str
     seed: int
     minutes: float
-    peak_mib: float
     evaluation: dict[str, dict[str, float]]
 
 
@@ -153,14 +152,8 @@ def measure(name: str, train: Path, dev: Path, run: Path, options: argparse.Name
         minutes = (time.monotonic() - started) / 60
         facts = run_trm("email", "eval", run, dev)
         columns = facts["columns"]
-        assert isinstance(columns, dict)
-        yield Measured(name, seed, minutes, _peak_of_children(), columns)
-
-
-def _peak_of_children() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        assert isinstance(columns, list)
+        yield Measured(name, seed, minutes, {each["name"]: each for each in columns})
 
 
 def line(found: Measured, metric: str) -> str:

@@ -165,7 +165,8 @@ def test_the_command_measures_a_mailbox(trained, unseen, tmp_path):
     assert facts["categories"] == sorted(TOPICS)
     assert facts["unknown_categories"] == {"unknown": 1}
     assert facts["skipped"] == {"empty": 1}
-    (column,) = facts["columns"]
+    column, baseline = facts["columns"]
+    assert baseline["name"] == "TF-IDF + LinearSVC"
     assert column["name"] == "linear path"
     assert column["accuracy"] >= 0.9
     assert sum(map(sum, column["confusion"])) == 30
