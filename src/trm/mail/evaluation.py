@@ -71,6 +71,11 @@ class Evaluation:
     categories: list[str]
     columns: list[ColumnResult]
 
+    @property
+    def main(self) -> ColumnResult:
+        """The column that decides, if there is one that says so."""
+        return next((each for each in self.columns if each.decided is not None), self.columns[0])
+
     def to_json(self) -> JsonObject:
         return asdict(self)
 

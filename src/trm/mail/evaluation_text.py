@@ -9,21 +9,23 @@ from rich.cells import cell_len, set_cell_size
 from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import counted
 from trm.mail.evaluation import ColumnResult, Evaluation
+from trm.mail.model import BASELINE, LINEAR, RECURSIVE
 
 _WIDTH = 79
 _MODEL_WIDTH = 21
 _NAME_WIDTH = 28
 _MATRIX_NAME_WIDTH = 16
 _LONGEST_HEAD = 7  # letters of a category above a column
+_SHORT = {LINEAR: "linear", RECURSIVE: "recursive", BASELINE: "LinearSVC"}  # above narrow columns
 _NUM_PAIRS = 15  # of a list that stands for a large matrix
 
 
 def as_text(evaluation: Evaluation) -> str:
-    first = evaluation.columns[0]
-    parts = [_summary(evaluation), _categories(first)]
+    main = evaluation.main
+    parts = [_summary(evaluation), _categories(main)]
     if len(evaluation.columns) > 1:
         parts.append(_side_by_side(evaluation))
-    parts.append(_confusion(first, evaluation.categories))
+    parts.append(_confusion(main, evaluation.categories))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -50,7 +52,7 @@ def _categories(column: ColumnResult) -> Iterator[str]:
 def _side_by_side(evaluation: Evaluation) -> Iterator[str]:
     """Give the F1 of every column."""
     width = min(_MODEL_WIDTH, (_WIDTH - _NAME_WIDTH) // len(evaluation.columns))
-    heads = [_cut(column.name, width - 2).rstrip() for column in evaluation.columns]
+    heads = [_cut(_SHORT.get(column.name, column.name), width - 1).rstrip() for column in evaluation.columns]
     yield f"{'F1':{_NAME_WIDTH}}{''.join(f'{head:>{width}}' for head in heads)}"
     for place, name in enumerate(evaluation.categories):
         values = (column.categories[place].f1 for column in evaluation.columns)
