@@ -48,6 +48,34 @@ def samples(directory: Path, seed: int, as_json: bool) -> None:
     show(facts, as_json, f"{directory}: {count} messages in {len(CATEGORIES)} folders")
 
 
+@email.command()
+@click.argument("mail", nargs=-1, required=True, type=SOURCES)
+@click.option("--out", type=PATH, default=Path("mapping.yaml"), show_default=True, help="New file to write.")
+@format_option
+@jobs_option
+@json_option
+def mapping(mail: tuple[str, ...], out: Path, format_: str, jobs: int | None, as_json: bool) -> None:
+    """Write a mapping of the folders and labels of MAIL to categories, to be edited and used with --mapping.
+
+    It has every folder and label with its number of messages; common ones are in one of ten categories.
+    """
+    with showing("Reading the mail") as display:
+        from trm.mail.reading import messages_of
+        from trm.tasks.documents.labels import LabelCounts, write_starter_map
+        from trm.tasks.documents.parse_pool import parse_messages
+
+        check_new_directory(out)
+        counts = LabelCounts()
+        messages = messages_of(mail, format_named(format_), display.update)
+        for message, parsed in parse_messages(messages, num_jobs(jobs)):
+            if parsed.verdict != "skipped":
+                counts.add(message.labels, parsed.labels)
+        write_starter_map(out, counts)
+    facts = {"path": str(out), "messages": counts.num_messages}
+    described = f"{out} describes {counted(counts.num_messages, 'message')}."
+    show(facts, as_json, f"{described} Edit it, then: trm email train MAIL --run RUN --mapping {out}")
+
+
 @email.command("train")
 @click.argument("mail", nargs=-1, required=True, type=SOURCES)
 @click.option("--run", "run", type=PATH, required=True, help="New run directory.")

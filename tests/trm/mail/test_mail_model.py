@@ -4,14 +4,17 @@ import json
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from letters import TOPICS, letter, write_mailbox
 from tiny import Recorder
 
 from macbook_optimization.errors import DataError, RunError
+from trm.cli import cli
 from trm.mail.deciding import open_classifier
 from trm.mail.explain import as_html, explain
 from trm.mail.model import BASELINE, LINEAR, load_model
 from trm.mail.training import MailOptions, train_mail
+from trm.tasks.documents.labels import load_map
 from trm.tasks.documents.mailboxes import Message
 
 
@@ -103,3 +106,23 @@ def test_skipped_messages_have_no_decision(trained):
         ((read, decision),) = classifier.decide([Message("empty", b"")])
     assert decision is None
     assert read.features.mail.verdict == "skipped"
+
+
+def test_a_report_says_why_every_answer_is_unsure(trained):
+    report = trained[1]
+    assert report.held_out.decided == 0
+    assert "Every answer is unsure: no confidence keeps the error budget." in report.text()
+
+
+def test_a_mapping_of_a_mailbox_is_written_once_and_can_be_trained_with(tmp_path):
+    mailbox = write_mailbox(tmp_path / "mailbox")
+    out = tmp_path / "mapping.yaml"
+    arguments = ["email", "mapping", str(mailbox), "--out", str(out), "--json", "--jobs", "1"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert json.loads(done.stdout) == {"path": str(out), "messages": 90}
+    out.write_text(out.read_text().replace('"work"', '"office"'))
+    mapping = load_map(out)
+    _, report = train_mail([mailbox], tmp_path / "run", MailOptions(mapping=mapping), Recorder())
+    assert report.quality["categories"] == {"spam": 30, "travel": 30, "office": 30}
+    with pytest.raises(DataError, match="exists"):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)
