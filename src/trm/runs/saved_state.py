@@ -30,6 +30,15 @@ class SavedSpec(BaseModel):
         return cls.model_validate({name: getattr(spec, name) for name in cls.model_fields})
 
 
+class SavedPlateau(BaseModel):
+    """How long the primary metric has not improved; unused without `training.plateau`."""
+
+    model_config = ConfigDict(frozen=True)
+    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    waited: CountOrZero = 0
+    scale: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
 class SavedState(BaseModel):
     """What decides the weights from here on is compared when a run is resumed; `plan` and `versions` may
     change, and changes are recorded."""
@@ -40,6 +49,7 @@ class SavedState(BaseModel):
     data: dict[str, str] | None  # digests; None in a run that only imported its weights
     slots: dict[str, list[Annotated[int, Field(ge=-1, lt=2**62)]]]
     curriculum: dict[Literal["stage", "exact", "seen"], CountOrZero] = {}
+    plateau: SavedPlateau = SavedPlateau()
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: JsonObject | None = None  # the best evaluation so far, including this one

@@ -17,7 +17,9 @@ from trm.backends.base import StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.events import CoolingBreak, LowBattery, Resumed, Stopped
+from trm.runs.events import CoolingBreak, LearningRateLowered, LowBattery, Resumed, Stopped
+from trm.runs.listing import metric_label
+from trm.runs.rows import EvalRow
 from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.evaluation import Evaluator
@@ -92,7 +94,7 @@ class Trainer:
         self.tuner.start_warmup(planner, self._try_out, cache=not self.state.step)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
-        metrics = StepMetrics(self.log, self.state.stage)
+        metrics = StepMetrics(self.log, self.state.stage, self.state.phase)
         self.checkpointer.saved_at = time.monotonic()
         try:
             while True:
@@ -131,7 +133,9 @@ class Trainer:
         step = self.state.step
         try:
             if self.evaluator.is_due():
-                self.best.offer(self.evaluator.run(self.elapsed, stop), self._save)
+                evaluation = self.evaluator.run(self.elapsed, stop)
+                self._react_to_plateau(evaluation)  # before a save, which contains the decision
+                self.best.offer(evaluation, self._save)
             if (percent := power.battery_fell()) is not None:
                 self.log.event(LowBattery(percent, step))
                 self.log.message(f"The battery is at {percent:.0f} %; saving.")
@@ -142,6 +146,17 @@ class Trainer:
                 self._cool(reason, stop)
         except NonFiniteError as error:  # in the weights, so there is nothing to continue with
             self._roll_back(error)
+
+    def _react_to_plateau(self, evaluation: EvalRow) -> None:
+        before = self.state.plateau.scale
+        self.state.after_evaluation(self.best.value_of(evaluation))
+        plateau = self.state.plateau
+        if plateau.scale < before and plateau.best is not None:
+            self.log.event(LearningRateLowered(self.state.step, plateau.scale, plateau.best))
+            self.log.message(
+                f"{metric_label(self.best.metric).capitalize()} has not exceeded {plateau.best:.1%}: the "
+                f"learning rate is {plateau.scale:.3g} of its schedule now."
+            )
 
     def _reason_to_stop(self, limits: Limits) -> str | None:
         if self.best.reached_target:
@@ -172,8 +187,10 @@ class Trainer:
 
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
-        metrics.add(result, StepTiming(self.state.step, took, self.elapsed(), rate, size), self.state.stage)
-        num_slots = len(self.state.slots.ids)
+        state = self.state
+        timing = StepTiming(state.step, took, self.elapsed(), rate, size, state.phase)
+        metrics.add(result, timing, state.stage)
+        num_slots = len(state.slots.ids)
         facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())
         self.log.display.update("this step", num_slots, num_slots)
         self.log.display.update("training", self.state.step, self.config.training.last_step, *facts)

@@ -255,3 +255,23 @@ def test_a_curriculum_starts_with_short_messages(dataset, tmp_path):
     train_run(config, tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["curriculum_stage"] for row in rows if row["kind"] == "train"][-1] == 2
+
+
+def test_a_phase_may_have_its_own_word_dropout(dataset):
+    phases = [{"name": "main", "steps": 5}, {"name": "fine-tune", "word_dropout": 0.0}]
+    config = email_config(dataset)
+    changes = {"word_dropout": 0.3, "phases": phases}
+    training = config.training.model_validate({**config.training.model_dump(), **changes})
+    split = open_split(dataset, "train")
+    slots = Slots.new(16).refilled()
+    feed = Feed(config.model_copy(update={"training": training}), TASK, split)
+    whole = Feed(config, TASK, split).batch(slots, 1)
+    assert feed.batch(slots, 5).lengths.sum() < whole.lengths.sum()
+    np.testing.assert_array_equal(feed.batch(slots, 6).inputs, whole.inputs)
+
+
+def test_word_dropout_of_a_phase_needs_words(dataset):
+    settings = training_config(phases=[{"name": "main", "word_dropout": 0.1}])
+    config = run_config(dataset, training=settings.model_dump())
+    with pytest.raises(ConfigError, match=r"word_dropout of training.phases .* sudoku has none"):
+        Feed(config, SUDOKU, open_split(dataset, "train"))
