@@ -39,7 +39,8 @@ class Feed:
         if split.lengths is not None:
             config.model.require_padding()
 
-    def batch(self, slots: Slots, step: int) -> Batch:
+    def batch(self, slots: Slots, step: int, max_length: int | None = None) -> Batch:
+        """Return the batch of a step. Rows are cut to `max_length` tokens, if it is given."""
         examples, puzzles = self._examples(slots)
         batch = self.split.batch(examples, self.split.puzzle_identifiers[puzzles].astype(np.int64))
         batch = replace(batch, slots=slots.ids, fresh=slots.fresh)
@@ -56,7 +57,7 @@ class Feed:
             batch = replace(batch, weights=self._weight_of_class[class_of_rows(batch.labels)])
         if self.config.training.noise:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
-        return batch
+        return batch if max_length is None else batch.cut(max_length)
 
     def read_ahead(self, slots: Slots, stage: int) -> None:
         """Start to read what the step after this one needs at most: a new example in every slot."""

@@ -262,9 +262,14 @@ def test_evaluations_decide_what_is_learned_where_they_decide_the_learning_rate(
     assert learned("evaluation.target_accuracy=0.1", "checkpoints.keep=9") == learned()
 
 
-def test_keys_that_exclude_each_other_are_refused():
+def test_keys_that_exclude_each_other_are_refused_together():
     assert "evaluation.every_steps is null" in problems_of(
         MINIMAL, "training.plateau={}", "evaluation.every_steps=null"
+    )
+    adaptive = "training.adaptive_min_length=8"
+    assert "excludes training.deterministic" in problems_of(MINIMAL, adaptive, "training.deterministic=true")
+    assert "needs limits.dynamic_batch_sizing" in problems_of(
+        MINIMAL, adaptive, "limits.dynamic_batch_sizing=false"
     )
 
 
@@ -306,7 +311,7 @@ ACCEPTED = {
         "limits.low_battery_percent", "limits.cooling_delay_seconds",
     },
     "null": {
-        "model.attention_window", "training.max_grad_norm",
+        "model.attention_window", "training.max_grad_norm", "training.adaptive_min_length",
         "inference.converged_after", "evaluation.examples",
         "evaluation.target_accuracy", "checkpoints.every_steps", "checkpoints.keep_every_hours",
         "limits.thermal_throttle_threshold",

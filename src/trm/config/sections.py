@@ -94,6 +94,10 @@ class TrainingConfig(Section):
     """Phases in their order, such as warm-up, main and fine-tune, each with a factor of the learning rate."""
     plateau: PlateauConfig | None = None
     """Lower the learning rate when the primary metric stops improving; null for the schedule alone."""
+    adaptive_min_length: Count | None = None
+    """Fewest tokens to which rows of different lengths may be cut while memory is short although the
+    micro-batch is a single example; null never cuts. This changes what is learned, and when it happens
+    depends on the machine; the events record each change."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 
@@ -271,7 +275,21 @@ class RunConfig(Section):
     def _check(self) -> Self:
         if self.training.plateau is not None and self.evaluation.every_steps is None:
             raise ValueError("training.plateau is decided by evaluations, but evaluation.every_steps is null")
+        if self.training.adaptive_min_length is not None:
+            self._check_adaptive_length()
         return self
+
+    def _check_adaptive_length(self) -> None:
+        if self.training.deterministic:
+            raise ValueError(
+                "training.adaptive_min_length depends on the free memory, so it excludes "
+                "training.deterministic"
+            )
+        if not self.limits.dynamic_batch_sizing:
+            raise ValueError(
+                "training.adaptive_min_length applies when the micro-batch size cannot be lowered any "
+                "further, so it needs limits.dynamic_batch_sizing"
+            )
 
     def what_is_learned(self, until: int | None = None) -> JsonObject:
         """Return the part that a resumed run must share; `until` a step, what its weights depend on.

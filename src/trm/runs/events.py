@@ -148,6 +148,18 @@ class BatchGrown(MicroBatchChanged):
 
 
 @dataclass(frozen=True, slots=True)
+class RowLengthChanged(Event):
+    """Rows are cut to another number of tokens, which changes what is learned: memory is short, or no
+    longer."""
+
+    name = "row length"
+    step: int
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DataOpened(Event):
     """How the training split is read from here on: "memory", "mapped" or "streaming"."""
 

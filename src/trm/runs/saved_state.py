@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.errors import CheckpointError
 from macbook_optimization.json_types import JsonObject
-from trm.config import CountOrZero, PositiveOrZero, RunConfig
+from trm.config import Count, CountOrZero, PositiveOrZero, RunConfig
 from trm.runs.directory import refuse_if_different
 from trm.tasks.base import DataSpec
 
@@ -56,6 +56,7 @@ class SavedState(BaseModel):
     skipped_in_a_row: CountOrZero = 0
     learning_rate_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     rolled_back_from: CountOrZero | None = None
+    max_length: Count | None = None  # to which rows are cut; None without `training.adaptive_min_length`
     plan: JsonObject | None = None
     versions: dict[str, str] = {}
 

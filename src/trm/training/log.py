@@ -82,6 +82,7 @@ class StepTiming:
     learning_rate: float
     micro_batch_size: int
     phase: PhaseConfig | None = None
+    max_length: int | None = None
 
 
 class StepMetrics:
@@ -153,6 +154,7 @@ class StepMetrics:
             cpu_percent=self.process.cpu_percent(),
             curriculum_stage=None if self.stage is None else self.stage.number,
             phase=None if self.timing.phase is None else self.timing.phase.name,
+            max_length=self.timing.max_length,
         )
         self.log.row(row)
         leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)

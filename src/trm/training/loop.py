@@ -80,6 +80,7 @@ class Trainer:
             return
         saved = self.state.restore(checkpoint)
         self.checkpointer.saved_step = checkpoint.step
+        self.resources.memory.resume(self.state.max_length)
         self.seconds_before = saved.seconds
         self.evaluator.evaluated = saved.evaluated
         self.best.restore(saved.best)
@@ -166,7 +167,7 @@ class Trainer:
         return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
 
     def _train_step(self, stop: StopRequest) -> tuple[float, StepResult]:
-        """Take one step; after a failed allocation, repeat it with a smaller micro-batch."""
+        """Take one step; after a failed allocation, repeat it with a smaller micro-batch or shorter rows."""
         memory = self.resources.memory
         step = self.state.step
         num_slots = len(self.state.slots.ids)
@@ -178,17 +179,18 @@ class Trainer:
             return memory.micro_batch_size(step)
 
         while True:
+            self.state.max_length = memory.max_length
             try:
                 return self.state.advance(next_size)
             except AllocationFailed as failure:
                 if failure.torn:
                     raise
-            memory.make_room(step)
+            memory.make_room(step, may_cut_rows=True)
 
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
         state = self.state
-        timing = StepTiming(state.step, took, self.elapsed(), rate, size, state.phase)
+        timing = StepTiming(state.step, took, self.elapsed(), rate, size, state.phase, state.max_length)
         metrics.add(result, timing, state.stage)
         num_slots = len(state.slots.ids)
         facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())

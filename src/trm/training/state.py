@@ -77,6 +77,7 @@ class TrainingState:
         self.skipped_in_a_row = 0
         self.learning_rate_scale = 1.0
         self.rolled_back_from: int | None = None  # step at which the loss became non-finite
+        self.max_length: int | None = None  # to which rows are cut
 
     @property
     def stage(self) -> Stage | None:
@@ -107,6 +108,7 @@ class TrainingState:
         self.skipped_in_a_row = saved.skipped_in_a_row
         self.learning_rate_scale = saved.learning_rate_scale
         self.rolled_back_from = saved.rolled_back_from
+        self.max_length = saved.max_length
         return saved
 
     def saved(self, seconds: float, evaluated: int, best: JsonObject | None) -> JsonObject:
@@ -125,6 +127,7 @@ class TrainingState:
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "learning_rate_scale": self.learning_rate_scale,
                 "rolled_back_from": self.rolled_back_from,
+                "max_length": self.max_length,
                 "plan": self.plan.to_json(),
                 "versions": versions(),
             }
@@ -145,7 +148,7 @@ class TrainingState:
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
             label_smoothing=label_smoothing_of_step(step, training),
         )
-        batch = self.feed.batch(slots, step)
+        batch = self.feed.batch(slots, step, self.max_length)
         self.feed.read_ahead(slots, stage)
         result = self.learner.step(batch, settings, next_size)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
