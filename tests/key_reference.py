@@ -50,8 +50,9 @@ def _sections(prefix: str, section: Schema, definitions: Schema) -> Iterator[tup
 
 
 def _section_name(field: Schema) -> str | None:
-    """Return the name of the section that a field holds, also where it may be null."""
-    references = (each["$ref"] for each in (field, *field.get("anyOf", ())) if "$ref" in each)
+    """Return the name of the section that a field holds, also where it may be null, or holds a list of."""
+    places = (field, *field.get("anyOf", ()), field.get("items", {}))
+    references = (each["$ref"] for each in places if "$ref" in each)
     return next((reference.rpartition("/")[2] for reference in references), None)
 
 
@@ -80,7 +81,7 @@ def _row(prefix: str, name: str, section: Schema) -> str:
 
 
 def _default(name: str, field: Schema) -> str:
-    if _section_name(field) is not None and field.get("default") is not None:
+    if _section_name(field) is not None and field.get("default"):
         return "see below"
     if "default" in field:
         return f"`{_yaml(field['default'])}`"
@@ -96,6 +97,8 @@ def _values(field: Schema) -> str:
         return "section"
     if "enum" in field or "const" in field:
         return _alternatives([f"`{_yaml(value)}`" for value in field.get("enum", [field.get("const")])])
+    if field["type"] == "array":
+        return "list of sections"
     if field["type"] == "null":
         return "`null`"
     if field["type"] == "object":

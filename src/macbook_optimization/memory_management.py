@@ -142,8 +142,9 @@ class MemoryManager:
     clock: Callable[[], float] = time.monotonic
     read: Callable[[], MemoryStats] = read_memory
     collect: Callable[[], int] = return_freed_memory
+    average_percent: float | None = field(default=None, init=False)  # moving average of memory in use
+    unrelieved: str | None = field(default=None, init=False)  # pressure in spite of a single example
     _available_at_start: int | None = field(default=None, init=False)
-    _average_percent: float | None = field(default=None, init=False)
     _swap_before: int | None = field(default=None, init=False)
     _calm_since: float | None = field(default=None, init=False)
     _shrunk_at: float = field(default=-math.inf, init=False)
@@ -206,6 +207,7 @@ class MemoryManager:
         """Adjust the batch size to a new sample, between two micro-batches; None if nothing changes."""
         if not self.settings.dynamic:
             return None
+        self.unrelieved = None
         if self._available_at_start is None:
             self._available_at_start = _obtainable(stats)
         largest_fitting = self._largest_fitting(stats)
@@ -216,7 +218,7 @@ class MemoryManager:
         if pressure is not None:
             return self.shrink(pressure)
         taken = 1 - _obtainable(stats) / (self._available_at_start or 1)
-        if taken > self.settings.taken_share:
+        if taken > self.settings.taken_share and self.batch_size > 1:
             reason = f"other programs took {taken:.0%} of the memory that the plan counted on"
             return self.shrink(reason, max(1, (self.largest or self.batch_size) // 2))
         if taken > self.settings.taken_share / 2:  # too much to grow, not enough to shrink
@@ -231,6 +233,8 @@ class MemoryManager:
         self._calm_since = None
         after = max(1, self.batch_size // 2) if to is None else to
         is_too_soon = self.clock() - self._shrunk_at < self.settings.settle_seconds
+        if self.batch_size == 1 and not is_too_soon:
+            self.unrelieved = reason
         if after >= self.batch_size or (is_too_soon and to is None):
             return None
         return self._change(after, reason)
@@ -285,13 +289,13 @@ class MemoryManager:
 
     def _react_to_usage(self, percent: float, largest_fitting: int | None = None) -> Adjustment | None:
         """Shrink or grow by the moving average of memory usage, so that one spike changes nothing."""
-        weight = self.settings.smoothing if self._average_percent is not None else 1.0
-        self._average_percent = weight * percent + (1 - weight) * (self._average_percent or 0.0)
-        if self._average_percent > self.settings.shrink_above_percent:
-            return self.shrink(f"{self._average_percent:.0f} % of memory is in use")
+        weight = self.settings.smoothing if self.average_percent is not None else 1.0
+        self.average_percent = weight * percent + (1 - weight) * (self.average_percent or 0.0)
+        if self.average_percent > self.settings.shrink_above_percent:
+            return self.shrink(f"{self.average_percent:.0f} % of memory is in use")
         largest = self.largest or self.batch_size
         limit = largest if largest_fitting is None else min(largest, largest_fitting)
-        if self._average_percent > self.settings.grow_below_percent or self.batch_size >= limit:
+        if self.average_percent > self.settings.grow_below_percent or self.batch_size >= limit:
             self._calm_since = None
             return None
         if self._calm_since is None:

@@ -55,6 +55,18 @@ class Batch:
         width = min(self.inputs.shape[1], -(-longest // multiple) * multiple)
         return replace(self, inputs=self.inputs[:, :width], labels=self.labels[:, :width])
 
+    def cut(self, length: int) -> Batch:
+        """Remove all tokens and labels after this many of every row."""
+        if self.lengths is None:
+            raise ValueError("rows without lengths cannot be cut")
+        after = np.arange(self.inputs.shape[1]) >= length
+        return replace(
+            self,
+            inputs=np.where(after, PAD_TOKEN, self.inputs),
+            labels=np.where(after, IGNORE_LABEL, self.labels),
+            lengths=np.minimum(self.lengths, length),
+        )
+
     def by_length(self) -> IntArray | None:
         """Return the rows from the longest to the shortest, equal ones in their order; None if all are full.
 

@@ -16,7 +16,7 @@ from macbook_optimization.errors import ConfigError, DataError
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, Batch
 from trm.config import CurriculumConfig, RunConfig, did_you_mean
-from trm.schedule import value_at
+from trm.schedule import value_at, word_dropout_of_step
 from trm.slots import Order, Purpose, Slots
 from trm.tasks.base import HasWords, Task
 from trm.tasks.dataset import Split
@@ -39,7 +39,8 @@ class Feed:
         if split.lengths is not None:
             config.model.require_padding()
 
-    def batch(self, slots: Slots, step: int) -> Batch:
+    def batch(self, slots: Slots, step: int, max_length: int | None = None) -> Batch:
+        """Return the batch of a step. Rows are cut to `max_length` tokens, if it is given."""
         examples, puzzles = self._examples(slots)
         batch = self.split.batch(examples, self.split.puzzle_identifiers[puzzles].astype(np.int64))
         batch = replace(batch, slots=slots.ids, fresh=slots.fresh)
@@ -48,14 +49,15 @@ class Feed:
         if share := value_at(self.config.training.hints, step):
             draws = self.order.draws(Purpose.HINTS, slots, 2 + batch.inputs.shape[1])
             batch = replace(batch, inputs=with_hints(batch.inputs, batch.labels, draws, share))
-        if self.config.training.word_dropout and isinstance(self.task, HasWords):
+        dropout = word_dropout_of_step(step, self.config.training)
+        if dropout and isinstance(self.task, HasWords):
             draws = self.order.draws(Purpose.WORDS, slots, batch.inputs.shape[1])
-            batch = self.task.without_words(batch, draws, self.config.training.word_dropout)
+            batch = self.task.without_words(batch, draws, dropout)
         if self._weight_of_class is not None:
             batch = replace(batch, weights=self._weight_of_class[class_of_rows(batch.labels)])
         if self.config.training.noise:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
-        return batch
+        return batch if max_length is None else batch.cut(max_length)
 
     def read_ahead(self, slots: Slots, stage: int) -> None:
         """Start to read what the step after this one needs at most: a new example in every slot."""
@@ -123,11 +125,11 @@ def class_weights(setting: float | Mapping[str, float], split: Split) -> FloatAr
 
 
 def _check_words(config: RunConfig, task: Task) -> None:
-    if config.training.word_dropout and not isinstance(task, HasWords):
-        raise ConfigError(
-            f"training.word_dropout is for tasks with words; {task.name} has none",
-            hint="Remove training.word_dropout.",
-        )
+    training = config.training
+    by_phase = (phase.word_dropout for phase in training.phases)
+    if (training.word_dropout or any(by_phase)) and not isinstance(task, HasWords):
+        key = "training.word_dropout" if training.word_dropout else "word_dropout of training.phases"
+        raise ConfigError(f"{key} is for tasks with words; {task.name} has none", hint=f"Remove {key}.")
 
 
 def _check_hints(config: RunConfig, split: Split) -> None:

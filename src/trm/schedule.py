@@ -6,20 +6,43 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
-from trm.config import ModelConfig, TrainingConfig
+from trm.config import ModelConfig, PhaseConfig, TrainingConfig
 from trm.slots import Purpose, uniforms
 
 T = TypeVar("T")
 
 
 def learning_rate_factor(step: int, training: TrainingConfig) -> float:
-    """Linear warm-up, then half a cosine down to `lr_min_ratio`."""
+    """Linear warm-up, then half a cosine down to `lr_min_ratio`; each phase multiplies it by its factor."""
+    phase = phase_of_step(step, training)
+    factor = _warmup_and_decay(step, training)
+    return factor if phase is None else phase.learning_rate_factor * factor
+
+
+def _warmup_and_decay(step: int, training: TrainingConfig) -> float:
     if step < training.warmup_steps:
         return step / training.warmup_steps
     last_step = value_at(training.last_steps, step)
     progress = (step - training.warmup_steps) / max(1, last_step - training.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return training.lr_min_ratio + (1 - training.lr_min_ratio) * cosine
+
+
+def phase_of_step(step: int, training: TrainingConfig) -> PhaseConfig | None:
+    """Return the phase that this step belongs to; None before the first step, and without phases."""
+    return value_at(training.phase_starts, step) if training.phases and step else None
+
+
+def word_dropout_of_step(step: int, training: TrainingConfig) -> float:
+    phase = phase_of_step(step, training)
+    own = None if phase is None else phase.word_dropout
+    return training.word_dropout if own is None else own
+
+
+def label_smoothing_of_step(step: int, training: TrainingConfig) -> float:
+    phase = phase_of_step(step, training)
+    own = None if phase is None else phase.label_smoothing
+    return training.label_smoothing if own is None else own
 
 
 def value_at(schedule: Mapping[int, T], step: int) -> T:

@@ -9,6 +9,7 @@ import yaml
 from macbook_optimization.errors import ConfigError
 from trm.config import (
     CurriculumConfig,
+    PlateauConfig,
     RunConfig,
     Section,
     config_from_text,
@@ -72,6 +73,18 @@ def test_all_problems_are_reported_together():
         ("training.effective_batch_size=-4", "greater than or equal to 1"),
         ("training.depths={5: 2}", "depths must have a value for step 0"),
         ("training.hints={5: 0.1}", "hints must have a value for step 0"),
+        ("training.phases=[{name: a}, {name: b}]", "phase a needs steps or share"),
+        ("training.phases=[{name: a, steps: 5, share: 0.1}]", "phase a has both steps and share"),
+        ("training.phases=[{name: a, share: 0.6}, {name: b, share: 0.5}]", "add up to 1.1"),
+        ("training.phases=[{name: a, steps: 10000}, {name: b}]", "a after step 0, b after step 10000"),
+        ("training.phases=[{name: a, share: 0.00001}, {name: b}]", "every phase must have a step"),
+        ("training.phases=[{name: a, steps: 1}, {name: a}]", "phases must have different names"),
+        ("training.phases=[{name: a, learning_rate_factor: 0}]", "phases.0.learning_rate_factor is 0"),
+        ("training.phases=[{name: a, learning_rate_factor: 2}]", "less than or equal to 1"),
+        ("training.phases=[{name: a, word_dropout: 1}]", "less than 1"),
+        ("training.phases=[{steps: 5}]", "training.phases.0.name is missing"),
+        ("training.plateau.factor=1", "less than 1"),
+        ("training.plateau.min_ratio=0", "greater than 0"),
         ("model.mixer=mlp", "rotary positions act inside attention"),
         ("model.mixer=neighbourhood", "rotary positions act inside attention"),
         ("model.mixer=candidates", "rotary positions act inside attention"),
@@ -261,6 +274,39 @@ def test_a_run_with_a_constant_learning_rate_may_be_extended():
     assert falling[0].what_is_learned() != falling[1].what_is_learned()
 
 
+def test_the_length_of_a_run_matters_where_phases_are_shares_of_it():
+    def learned(max_steps, duration):
+        phases = f"training.phases=[{{name: a, {duration}}}, {{name: b, learning_rate_factor: 0.1}}]"
+        return config_from_text(MINIMAL, "r", [f"training.max_steps={max_steps}", phases]).what_is_learned()
+
+    assert learned(100, "steps: 10") == learned(200, "steps: 10")
+    assert differences(learned(100, "share: 0.1"), learned(200, "share: 0.1")) == [
+        "training.max_steps is 100 here and 200 in the run"
+    ]
+
+
+def test_evaluations_decide_what_is_learned_where_they_decide_the_learning_rate():
+    def learned(*overrides):
+        return load_config("sudoku-6x6", ["training.plateau={}", *overrides]).what_is_learned()
+
+    for override in ("evaluation.every_steps=7", "evaluation.examples=9", "inference.depth=5"):
+        (found,) = differences(learned(override), learned())
+        assert found.startswith(override.partition("=")[0])
+        assert RunConfig.learned_with_defaults(learned(override)) == learned(override)
+    assert learned("evaluation.target_accuracy=0.1", "checkpoints.keep=9") == learned()
+
+
+def test_keys_that_exclude_each_other_are_refused_together():
+    assert "evaluation.every_steps is null" in problems_of(
+        MINIMAL, "training.plateau={}", "evaluation.every_steps=null"
+    )
+    adaptive = "training.adaptive_min_length=8"
+    assert "excludes training.deterministic" in problems_of(MINIMAL, adaptive, "training.deterministic=true")
+    assert "needs limits.dynamic_batch_sizing" in problems_of(
+        MINIMAL, adaptive, "limits.dynamic_batch_sizing=false"
+    )
+
+
 def test_the_recipe_of_the_paper_has_the_settings_of_the_paper():
     config = load_config("sudoku-extreme")
     model, training = config.model, config.training
@@ -299,7 +345,7 @@ ACCEPTED = {
         "limits.low_battery_percent", "limits.cooling_delay_seconds",
     },
     "null": {
-        "model.attention_window", "training.max_grad_norm",
+        "model.attention_window", "training.max_grad_norm", "training.adaptive_min_length",
         "inference.converged_after", "evaluation.examples",
         "evaluation.target_accuracy", "checkpoints.every_steps", "checkpoints.keep_every_hours",
         "limits.thermal_throttle_threshold",
@@ -323,6 +369,7 @@ KEYS = [
     *numeric_keys(RunConfig),
     *numeric_keys(SUDOKU.Options, "data.build."),
     *numeric_keys(CurriculumConfig, "training.curriculum."),
+    *numeric_keys(PlateauConfig, "training.plateau."),
     "data.build.size",
     "training.depths",
     "training.hints",

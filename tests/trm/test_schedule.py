@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import model_config, run_config, training_config
 
-from trm.schedule import cycles_of_step, learning_rate_factor, typical_cycles, value_at
+from trm.schedule import (
+    cycles_of_step,
+    label_smoothing_of_step,
+    learning_rate_factor,
+    phase_of_step,
+    typical_cycles,
+    value_at,
+    word_dropout_of_step,
+)
 
 
 def test_the_learning_rate_warms_up_and_falls_like_a_cosine():
@@ -68,3 +76,68 @@ def test_an_extension_changes_the_learning_rate_of_later_steps_only():
         assert learning_rate_factor(step, extended) == learning_rate_factor(step, short)
     for step in range(111, 220):
         assert learning_rate_factor(step, extended) == learning_rate_factor(step, long)
+
+
+PHASES = [
+    {"name": "warm-up", "share": 0.1, "learning_rate_factor": 0.5, "word_dropout": 0.0},
+    {"name": "main", "share": 0.6},
+    {"name": "fine-tune", "share": 0.3, "learning_rate_factor": 0.1, "label_smoothing": 0.2},
+]
+
+
+def test_a_phase_multiplies_what_warm_up_and_decay_give():
+    schedule = {"warmup_steps": 20, "max_steps": 100, "lr_min_ratio": 0.2}
+    plain = training_config(**schedule)
+    phased = training_config(**schedule, phases=PHASES)
+    factors = [0.5] * 10 + [1.0] * 60 + [0.1] * 30
+    for step, factor in enumerate(factors, start=1):
+        expected = pytest.approx(factor * learning_rate_factor(step, plain))
+        assert learning_rate_factor(step, phased) == expected, step
+
+
+def test_a_phase_has_its_own_word_dropout_and_label_smoothing_or_the_recipe_s():
+    training = training_config(max_steps=100, phases=PHASES, word_dropout=0.3, label_smoothing=0.1)
+    steps = (1, 10, 11, 70, 71, 100)
+    assert [word_dropout_of_step(step, training) for step in steps] == [0.0, 0.0, 0.3, 0.3, 0.3, 0.3]
+    assert [label_smoothing_of_step(step, training) for step in steps] == [0.1, 0.1, 0.1, 0.1, 0.2, 0.2]
+    plain = training_config(word_dropout=0.3, label_smoothing=0.1)
+    assert (word_dropout_of_step(1, plain), label_smoothing_of_step(1, plain)) == (0.3, 0.1)
+
+
+def test_a_share_and_as_many_steps_are_the_same_phase():
+    by_share = training_config(max_steps=40, phases=PHASES)
+    by_steps = training_config(
+        max_steps=40,
+        phases=[
+            {**PHASES[0], "share": None, "steps": 4},
+            {**PHASES[1], "share": None, "steps": 24},
+            {**PHASES[2], "share": None},
+        ],
+    )
+    for step in range(1, 41):
+        ours, theirs = (phase_of_step(step, each) for each in (by_share, by_steps))
+        assert ours.name == theirs.name
+        assert learning_rate_factor(step, by_share) == learning_rate_factor(step, by_steps)
+
+
+def test_more_steps_belong_to_the_last_phase():
+    extended = training_config(max_steps=100, phases=PHASES, extensions={100: 300})
+    assert {phase_of_step(step, extended).name for step in range(71, 301)} == {"fine-tune"}
+
+
+def test_before_the_first_step_there_is_no_phase():
+    assert phase_of_step(0, training_config(phases=PHASES)) is None
+    assert phase_of_step(1, training_config()) is None
+
+
+@given(
+    shares=st.lists(st.floats(0.01, 1), min_size=1, max_size=6),
+    max_steps=st.integers(1000, 100_000),
+)
+def test_phases_cover_every_step_in_their_order(shares, max_steps):
+    total = sum(shares)
+    phases = [{"name": str(number), "share": share / total} for number, share in enumerate(shares)]
+    starts = training_config(max_steps=max_steps, phases=phases).phase_starts
+    assert [phase.name for _, phase in sorted(starts.items())] == [phase["name"] for phase in phases]
+    assert min(starts) == 0
+    assert max(starts) < max_steps

@@ -98,6 +98,7 @@ class StepSettings:
     cycles: int
     learning_rate: float
     puzzle_emb_lr: float
+    label_smoothing: float | None = None  # None: the recipe's
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,15 @@
 A recipe is YAML. Unknown keys are refused with a suggestion, and every problem in a file is reported at once.
 """
 
+from trm.config.inference import InferenceConfig
 from trm.config.model import ModelConfig
 from trm.config.parsing import config_from_text, differences, load_config, parse_section
 from trm.config.recipes import find_recipe, shipped_recipes
+from trm.config.schedules import CurriculumConfig, PhaseConfig, PlateauConfig
 from trm.config.sections import (
     CheckpointsConfig,
-    CurriculumConfig,
     DataConfig,
     EvaluationConfig,
-    InferenceConfig,
     LimitSettings,
     LoadingConfig,
     PlanSettings,
@@ -32,7 +32,9 @@ __all__ = [
     "LimitSettings",
     "LoadingConfig",
     "ModelConfig",
+    "PhaseConfig",
     "PlanSettings",
+    "PlateauConfig",
     "Positive",
     "PositiveOrZero",
     "RunConfig",

@@ -7,7 +7,6 @@ is resumed. Names are those that TRM configurations already use.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -16,10 +15,13 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.training_config_adapter import Checkpointing
+from trm.config.inference import InferenceConfig
 from trm.config.model import ModelConfig
 from trm.config.renamed import with_current_keys
+from trm.config.schedules import CurriculumConfig, PhaseConfig, PlateauConfig, check_phases, phase_starts
 from trm.config.values import (
     BelowOne,
+    ClassWeights,
     Count,
     CountOrZero,
     Fraction,
@@ -29,39 +31,6 @@ from trm.config.values import (
     Rate,
     Section,
 )
-
-
-class CurriculumConfig(Section):
-    """Easy examples first. Training starts with the easiest `share` of the groups and widens whenever enough
-    of the recent examples were answered exactly."""
-
-    share: Annotated[Fraction, Field(gt=0)] = 0.2
-    """Share of the training groups, easiest first, that training starts with."""
-    threshold: Fraction = 0.5
-    """Exact accuracy over `every_steps` steps that widens the curriculum."""
-    widen: Annotated[Positive, Field(gt=1, le=1000)] = 1.5
-    """Factor by which the share grows each time, up to all groups."""
-    every_steps: Count = 50
-    """Steps between two decisions."""
-
-
-_MAX_EXPONENT = 10
-_Exponent = Annotated[PositiveOrZero, Field(le=_MAX_EXPONENT)]
-_Name = Annotated[str, Field(min_length=1)]
-
-
-def _class_weights(value: object) -> object:
-    """Report one problem for a value that is neither; the types alone would report one for each."""
-    weights = list(value.values()) if isinstance(value, dict) else [value]
-    limit = sys.float_info.max if isinstance(value, dict) else _MAX_EXPONENT
-    for weight in weights:
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight <= limit
-        if not is_number:
-            raise ValueError(
-                f"Input should be an exponent from 0 to {_MAX_EXPONENT}, or a weight of at least 0 for each "
-                "category"
-            )
-    return value
 
 
 class TrainingConfig(Section):
@@ -100,7 +69,7 @@ class TrainingConfig(Section):
     """Loss per labelled position."""
     label_smoothing: BelowOne = 0.0
     """Share of every label that is spread evenly over all outputs."""
-    class_weights: Annotated[_Exponent | dict[_Name, PositiveOrZero], BeforeValidator(_class_weights)] = 0.0
+    class_weights: ClassWeights = 0.0
     """Weight of an example's loss by its category, for a dataset whose categories have names: an exponent e
     gives (N / (C n)) ** e for a category with n of N examples among C categories, a mapping gives the weight
     of each named category and 1 to the others. 0 weighs all examples the same."""
@@ -121,6 +90,14 @@ class TrainingConfig(Section):
     """From this step on, in this share of the examples, up to half of the answer is given in the input."""
     curriculum: CurriculumConfig | None = None
     """Easy examples first; null for all examples from the start."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Phases in their order, such as warm-up, main and fine-tune, each with a factor of the learning rate."""
+    plateau: PlateauConfig | None = None
+    """Lower the learning rate when the primary metric stops improving; null for the schedule alone."""
+    adaptive_min_length: Count | None = None
+    """Fewest tokens to which rows of different lengths may be cut while memory is short although the
+    micro-batch is a single example; null never cuts. This changes what is learned, and when it happens
+    depends on the machine; the events record each change."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 
@@ -131,7 +108,13 @@ class TrainingConfig(Section):
                 raise ValueError(f"{name} must have a value for step 0")
         if any(last <= start for start, last in self.extensions.items()):
             raise ValueError("extensions must end after they start")
+        check_phases(self.phases, self.max_steps)
         return self
+
+    @property
+    def phase_starts(self) -> dict[int, PhaseConfig]:
+        """The phases by the step after which each one begins, as a schedule."""
+        return phase_starts(self.phases, self.max_steps)
 
     @property
     def last_steps(self) -> dict[int, int]:
@@ -142,49 +125,6 @@ class TrainingConfig(Section):
     def last_step(self) -> int:
         """The step at which training ends."""
         return self.last_steps[max(self.last_steps)]
-
-
-class InferenceConfig(Section):
-    """How a trained model is applied; `trm eval` and `trm predict` read it too."""
-
-    depth: Count = 16
-    """Maximum number of supervision steps per example (single recursions after terminal supervision)."""
-    converged_after: Count | None = None
-    """Stop an example when its answer has not changed for this many steps; null to use the full depth."""
-    halt: bool = False
-    """Stop an example when the halting head is confident."""
-    retries: CountOrZero = 0
-    """Retry up to this many times when the halting head is not confident; keep the most confident answer."""
-    noise: Annotated[PositiveOrZero, Field(le=100)] = 0.0
-    """Standard deviation of noise added to the initial latents of every retry."""
-    guesses: CountOrZero = 0
-    """Per retry, fix up to this many of the model's own predictions as givens; the answer must be stable
-    again without them (guess-and-verify)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.retries and not (self.noise or self.guesses):
-            raise ValueError("retries are all the same without noise or guesses")
-        if self.guesses and not self.retries:
-            raise ValueError("guesses are made in retries only, so retries must be 1 or more")
-        if self.guesses and not self.guess_steps:
-            raise ValueError(f"guesses need a depth of more than {2 * self.stable_steps + 1} steps")
-        return self
-
-    @property
-    def stable_steps(self) -> int:
-        """Steps for which an answer found by guessing must not change."""
-        return self.converged_after or 2
-
-    @property
-    def guess_steps(self) -> range:
-        """The steps after which a guess is made, counted from 1.
-
-        They leave time for the answer to become stable after the last guess, and again without guesses.
-        """
-        last = self.depth - (2 * self.stable_steps + 1)
-        every = max(1, last // max(1, self.guesses))
-        return range(every, min(last, self.guesses * every) + 1, every)
 
 
 class EvaluationConfig(Section):
@@ -331,6 +271,26 @@ class RunConfig(Section):
     def _accept_earlier_keys(cls, tree: object) -> object:
         return with_current_keys(tree) if isinstance(tree, dict) else tree
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.training.plateau is not None and self.evaluation.every_steps is None:
+            raise ValueError("training.plateau is decided by evaluations, but evaluation.every_steps is null")
+        if self.training.adaptive_min_length is not None:
+            self._check_adaptive_length()
+        return self
+
+    def _check_adaptive_length(self) -> None:
+        if self.training.deterministic:
+            raise ValueError(
+                "training.adaptive_min_length depends on the free memory, so it excludes "
+                "training.deterministic"
+            )
+        if not self.limits.dynamic_batch_sizing:
+            raise ValueError(
+                "training.adaptive_min_length applies when the micro-batch size cannot be lowered any "
+                "further, so it needs limits.dynamic_batch_sizing"
+            )
+
     def what_is_learned(self, until: int | None = None) -> JsonObject:
         """Return the part that a resumed run must share; `until` a step, what its weights depend on.
 
@@ -340,11 +300,15 @@ class RunConfig(Section):
         learned["data"] = {"augment": self.data.augment}
         del learned["training"]["deterministic"]
         if self.training.lr_min_ratio == 1:  # nothing depends on where training ends
-            del learned["training"]["max_steps"]
             del learned["training"]["extensions"]
+            if all(phase.share is None for phase in self.training.phases):
+                del learned["training"]["max_steps"]
         elif until is not None:  # an extension does not change the steps before it
             started = {start: last for start, last in self.training.extensions.items() if start < until}
             learned["training"]["extensions"] = started
+        if self.training.plateau is not None:  # evaluations decide the learning rate
+            learned["inference"] = self.inference.model_dump(mode="json")
+            learned["evaluation"] = self.evaluation.model_dump(include={"every_steps", "examples"})
         return learned
 
     @classmethod

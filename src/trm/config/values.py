@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Annotated
@@ -59,6 +60,28 @@ def _each_key_once(mapping: object, validate: ValidatorFunctionWrapHandler) -> o
 
 
 OncePerStep = WrapValidator(_each_key_once)
+
+
+_MAX_EXPONENT = 10
+
+
+def _class_weights(value: object) -> object:
+    """Report one problem for a value that is neither; the types alone would report one for each."""
+    weights = list(value.values()) if isinstance(value, dict) else [value]
+    limit = sys.float_info.max if isinstance(value, dict) else _MAX_EXPONENT
+    for weight in weights:
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight <= limit
+        if not is_number:
+            raise ValueError(
+                f"Input should be an exponent from 0 to {_MAX_EXPONENT}, or a weight of at least 0 for each "
+                "category"
+            )
+    return value
+
+
+_Exponent = Annotated[PositiveOrZero, Field(le=_MAX_EXPONENT)]
+_Name = Annotated[str, Field(min_length=1)]
+ClassWeights = Annotated[_Exponent | dict[_Name, PositiveOrZero], BeforeValidator(_class_weights)]
 
 
 class Section(BaseModel):

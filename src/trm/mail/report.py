@@ -37,8 +37,8 @@ class Report:
             lines += held_out_lines(asdict(self.held_out))
             if not self.held_out.decided:
                 lines.append(
-                    "Every answer is unsure: no confidence keeps the error budget. Train on more messages, or "
-                    "raise --max-error when you classify."
+                    "Every answer is unsure: no confidence keeps the error budget. Train on more messages, "
+                    "or raise --max-error when you classify."
                 )
         if self.drift is not None and self.drift.breaks_promise:
             lines.append(

@@ -113,6 +113,16 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LearningRateLowered(Event):
+    """The primary metric did not improve for `training.plateau.patience` evaluations."""
+
+    name = "learning rate lowered"
+    step: int
+    scale: float  # of the scheduled learning rate, from here on
+    best: float  # value of the primary metric
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatchChanged(Event):
     """The fields of both changes of the micro-batch size."""
 
@@ -138,6 +148,18 @@ class BatchGrown(MicroBatchChanged):
 
 
 @dataclass(frozen=True, slots=True)
+class RowLengthChanged(Event):
+    """Rows are cut to another number of tokens, which changes what is learned: memory is short, or no
+    longer."""
+
+    name = "row length"
+    step: int
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DataOpened(Event):
     """How the training split is read from here on: "memory", "mapped" or "streaming"."""
 
@@ -154,6 +176,16 @@ class StageChanged(Event):
     step: int
     stage: int
     share: float  # of the training examples, the easiest ones, from which new examples are taken
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan(Event):
+    """The first step of a phase of training."""
+
+    name = "phase"
+    step: int
+    phase: str
+    learning_rate_factor: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class TrainRow:
     rss_bytes: int
     cpu_percent: float
     curriculum_stage: int | None = None  # after this step; absent without a curriculum
+    phase: str | None = None  # of this step; absent without phases
+    max_length: int | None = None  # to which rows are cut; absent without `training.adaptive_min_length`
 
     def to_json(self) -> Row:
         return {"kind": "train", **{name: value for name, value in asdict(self).items() if value is not None}}

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.errors import CheckpointError
 from macbook_optimization.json_types import JsonObject
-from trm.config import CountOrZero, PositiveOrZero, RunConfig
+from trm.config import Count, CountOrZero, PositiveOrZero, RunConfig
 from trm.runs.directory import refuse_if_different
 from trm.tasks.base import DataSpec
 
@@ -30,6 +30,15 @@ class SavedSpec(BaseModel):
         return cls.model_validate({name: getattr(spec, name) for name in cls.model_fields})
 
 
+class SavedPlateau(BaseModel):
+    """How long the primary metric has not improved; unused without `training.plateau`."""
+
+    model_config = ConfigDict(frozen=True)
+    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    waited: CountOrZero = 0
+    scale: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
 class SavedState(BaseModel):
     """What decides the weights from here on is compared when a run is resumed; `plan` and `versions` may
     change, and changes are recorded."""
@@ -40,12 +49,14 @@ class SavedState(BaseModel):
     data: dict[str, str] | None  # digests; None in a run that only imported its weights
     slots: dict[str, list[Annotated[int, Field(ge=-1, lt=2**62)]]]
     curriculum: dict[Literal["stage", "exact", "seen"], CountOrZero] = {}
+    plateau: SavedPlateau = SavedPlateau()
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: JsonObject | None = None  # the best evaluation so far, including this one
     skipped_in_a_row: CountOrZero = 0
     learning_rate_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     rolled_back_from: CountOrZero | None = None
+    max_length: Count | None = None  # to which rows are cut; None without `training.adaptive_min_length`
     plan: JsonObject | None = None
     versions: dict[str, str] = {}
 

@@ -113,7 +113,7 @@ class Split:
         if not file.is_file():
             raise DataError(
                 f"{self.directory} has no difficulty ratings",
-                hint="training.curriculum needs a dataset that was built here, from grids.",
+                hint="training.curriculum needs them; `trm data build` writes them for puzzles and mail.",
             )
         return array_file(file).rows(0, len(self)).astype(np.int64)
 

@@ -180,16 +180,20 @@ class BestSoFar:
         value = best.get(self.metric)
         return isinstance(value, int | float) and not isinstance(value, bool)
 
+    def value_of(self, evaluation: EvalRow) -> float:
+        """Return the primary metric of an evaluation."""
+        if self.metric not in evaluation.metrics:
+            found = ", ".join(evaluation.metrics)
+            raise ConfigError(f"The task's primary metric {self.metric} is not among its metrics: {found}")
+        return evaluation.metrics[self.metric]
+
     def offer(self, evaluation: EvalRow, save: Callable[[], bool]) -> None:
         """Keep an evaluation if it is the best and its weights could be saved.
 
         If they could not, it still counts when it reaches the target: the run ends, and saves at last.
         """
         before = self.row
-        if self.metric not in evaluation.metrics:
-            found = ", ".join(evaluation.metrics)
-            raise ConfigError(f"The task's primary metric {self.metric} is not among its metrics: {found}")
-        value = evaluation.metrics[self.metric]
+        value = self.value_of(evaluation)
         if before is not None and value <= before[self.metric]:
             return
         self.row = {

@@ -16,11 +16,11 @@ from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.performance_reporting import MemoryLeakDetector
 from trm.backends.base import StepResult
-from trm.config import RunConfig
+from trm.config import PhaseConfig, RunConfig
 from trm.display import Display
 from trm.plan import Plan
 from trm.runs.directory import EVENTS, METRICS, Run
-from trm.runs.events import Event, MemoryGrows, PlanChosen, StageChanged
+from trm.runs.events import Event, MemoryGrows, PhaseBegan, PlanChosen, StageChanged
 from trm.runs.rows import EvalRow, TrainRow
 from trm.training.state import Stage
 
@@ -81,17 +81,26 @@ class StepTiming:
     total_seconds: float  # of training so far
     learning_rate: float
     micro_batch_size: int
+    phase: PhaseConfig | None = None
+    max_length: int | None = None
 
 
 class StepMetrics:
     """Averages over the steps since the last row, written about once per second.
 
-    `stage` is the one at which the run begins or resumes; only changes of it are reported.
+    `stage` and `phase` are those at which the run begins or resumes; only changes of them are reported.
     """
 
-    def __init__(self, log: RunLog, stage: Stage | None = None, every_seconds: float = ROW_SECONDS) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        stage: Stage | None = None,
+        phase: PhaseConfig | None = None,
+        every_seconds: float = ROW_SECONDS,
+    ) -> None:
         self.log = log
         self.stage = stage
+        self.phase = phase
         self.every_seconds = every_seconds
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
@@ -103,6 +112,7 @@ class StepMetrics:
         self.samples_per_second = 0.0
 
     def add(self, result: StepResult, timing: StepTiming, stage: Stage | None = None) -> None:
+        self._report_phase(timing)
         self.results.append(result)
         self.timing = timing
         self.step_seconds += timing.step_seconds
@@ -114,6 +124,14 @@ class StepMetrics:
         self.stage = stage
         if self.step_seconds >= self.every_seconds:
             self.write()
+
+    def _report_phase(self, timing: StepTiming) -> None:
+        phase = timing.phase
+        if phase is not None and phase != self.phase:
+            self.log.event(PhaseBegan(timing.step, phase.name, phase.learning_rate_factor))
+            share = f"{phase.learning_rate_factor:.0%} of the learning rate"
+            self.log.message(f"Phase {phase.name} from step {timing.step} on: {share}.")
+        self.phase = phase
 
     def speed(self) -> str:
         digits = 2 if self.samples_per_second < 10 else 0
@@ -135,6 +153,8 @@ class StepMetrics:
             rss_bytes=self.process.memory_info().rss,
             cpu_percent=self.process.cpu_percent(),
             curriculum_stage=None if self.stage is None else self.stage.number,
+            phase=None if self.timing.phase is None else self.timing.phase.name,
+            max_length=self.timing.max_length,
         )
         self.log.row(row)
         leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)

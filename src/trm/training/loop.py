@@ -17,7 +17,9 @@ from trm.backends.base import StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.events import CoolingBreak, LowBattery, Resumed, Stopped
+from trm.runs.events import CoolingBreak, LearningRateLowered, LowBattery, Resumed, Stopped
+from trm.runs.listing import metric_label
+from trm.runs.rows import EvalRow
 from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.evaluation import Evaluator
@@ -78,6 +80,7 @@ class Trainer:
             return
         saved = self.state.restore(checkpoint)
         self.checkpointer.saved_step = checkpoint.step
+        self.resources.memory.resume(self.state.max_length)
         self.seconds_before = saved.seconds
         self.evaluator.evaluated = saved.evaluated
         self.best.restore(saved.best)
@@ -92,7 +95,7 @@ class Trainer:
         self.tuner.start_warmup(planner, self._try_out, cache=not self.state.step)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
-        metrics = StepMetrics(self.log, self.state.stage)
+        metrics = StepMetrics(self.log, self.state.stage, self.state.phase)
         self.checkpointer.saved_at = time.monotonic()
         try:
             while True:
@@ -131,7 +134,9 @@ class Trainer:
         step = self.state.step
         try:
             if self.evaluator.is_due():
-                self.best.offer(self.evaluator.run(self.elapsed, stop), self._save)
+                evaluation = self.evaluator.run(self.elapsed, stop)
+                self._react_to_plateau(evaluation)  # before a save, which contains the decision
+                self.best.offer(evaluation, self._save)
             if (percent := power.battery_fell()) is not None:
                 self.log.event(LowBattery(percent, step))
                 self.log.message(f"The battery is at {percent:.0f} %; saving.")
@@ -143,6 +148,17 @@ class Trainer:
         except NonFiniteError as error:  # in the weights, so there is nothing to continue with
             self._roll_back(error)
 
+    def _react_to_plateau(self, evaluation: EvalRow) -> None:
+        before = self.state.plateau.scale
+        self.state.after_evaluation(self.best.value_of(evaluation))
+        plateau = self.state.plateau
+        if plateau.scale < before and plateau.best is not None:
+            self.log.event(LearningRateLowered(self.state.step, plateau.scale, plateau.best))
+            self.log.message(
+                f"{metric_label(self.best.metric).capitalize()} has not exceeded {plateau.best:.1%}: the "
+                f"learning rate is {plateau.scale:.3g} of its schedule now."
+            )
+
     def _reason_to_stop(self, limits: Limits) -> str | None:
         if self.best.reached_target:
             return "target"
@@ -151,7 +167,7 @@ class Trainer:
         return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
 
     def _train_step(self, stop: StopRequest) -> tuple[float, StepResult]:
-        """Take one step; after a failed allocation, repeat it with a smaller micro-batch."""
+        """Take one step; after a failed allocation, repeat it with a smaller micro-batch or shorter rows."""
         memory = self.resources.memory
         step = self.state.step
         num_slots = len(self.state.slots.ids)
@@ -163,17 +179,20 @@ class Trainer:
             return memory.micro_batch_size(step)
 
         while True:
+            self.state.max_length = memory.max_length
             try:
                 return self.state.advance(next_size)
             except AllocationFailed as failure:
                 if failure.torn:
                     raise
-            memory.make_room(step)
+            memory.make_room(step, may_cut_rows=True)
 
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
-        metrics.add(result, StepTiming(self.state.step, took, self.elapsed(), rate, size), self.state.stage)
-        num_slots = len(self.state.slots.ids)
+        state = self.state
+        timing = StepTiming(state.step, took, self.elapsed(), rate, size, state.phase, state.max_length)
+        metrics.add(result, timing, state.stage)
+        num_slots = len(state.slots.ids)
         facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())
         self.log.display.update("this step", num_slots, num_slots)
         self.log.display.update("training", self.state.step, self.config.training.last_step, *facts)

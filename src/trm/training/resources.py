@@ -1,7 +1,7 @@
 """How a run reacts to the machine: memory pressure, heat, batteries and busy cores.
 
 Monitors run in threads and only take readings. Every reaction happens in the loop, at a step or micro-batch
-boundary, and none of them changes what is learned.
+boundary, and none of them changes what is learned, unless the recipe allows rows to be cut (`row_length`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from macbook_optimization.memory_management import (
     MIB,
     Adjustment,
     MemoryManager,
+    MemoryModel,
     MemoryMonitor,
+    MemoryStats,
     PressureSettings,
 )
 from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, RunningClock
@@ -33,13 +35,22 @@ from trm.runs.events import (
     ThreadsChanged,
 )
 from trm.training.log import RunLog
+from trm.training.row_length import RowLength
 
 
 class MemoryControl:
     """The current micro-batch size: the plan's, or less while the machine has no room for it."""
 
-    def __init__(self, config: RunConfig, plan: Plan, log: RunLog, release: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        log: RunLog,
+        release: Callable[[], bool],
+        row_length: RowLength | None = None,
+    ) -> None:
         limits = config.limits
+        self.row_length = row_length
         self.log = log
         self.release = release  # frees memory that is held for speed only
         self.monitor = MemoryMonitor()
@@ -57,25 +68,53 @@ class MemoryControl:
         self.manager = MemoryManager(
             batch_size=plan.micro_batch_size,
             largest=plan.micro_batch_size,
-            model=plan.memory,
+            model=self._memory_model(),
             budget_bytes=plan.budget_bytes,
             settings=self.pressure,
         )
+
+    def _memory_model(self) -> MemoryModel | None:
+        return self.plan.memory if self.row_length is None else self.row_length.scaled(self.plan.memory)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens to which rows are cut from the next step on; None if they never are."""
+        return None if self.row_length is None else self.row_length.limit
+
+    def resume(self, max_length: int | None) -> None:
+        """Continue with the length of a checkpoint."""
+        if self.row_length is not None:
+            self.row_length.resume(max_length)
+            self.manager.model = self._memory_model()
 
     def micro_batch_size(self, step: int) -> int:
         """Return the size for the next micro-batch, after a reaction to new readings."""
         stats = self.monitor.latest
         self.monitor.latest = None
-        if stats is not None and (adjustment := self.manager.react(stats)) is not None:
-            self._report(adjustment, step)
+        if stats is not None:
+            self._react(stats, step)
         return self.manager.batch_size
 
-    def make_room(self, step: int) -> None:
-        """Lower the size after a failed allocation; raise `AllocationFailed` if it is already 1."""
+    def _react(self, stats: MemoryStats, step: int) -> None:
+        if (adjustment := self.manager.react(stats)) is not None:
+            self._report(adjustment, step)
+        if self.row_length is not None:
+            self.row_length.react(self.manager, step)
+            self.manager.model = self._memory_model()
+
+    def make_room(self, step: int, *, may_cut_rows: bool = False) -> None:
+        """Lower the size after a failed allocation; raise `AllocationFailed` if it is already 1.
+
+        With `may_cut_rows`, single rows are cut before that, if the recipe allows it. Evaluations do not.
+        """
         adjustment = self.manager.after_failed_allocation()
-        if adjustment is None:
+        if adjustment is not None:
+            self._report(adjustment, step)
+            return
+        row_length = self.row_length if may_cut_rows else None
+        if row_length is None or not row_length.cut("an allocation failed", step):
             raise AllocationFailed(torn=False)
-        self._report(adjustment, step)
+        self.manager.model = self._memory_model()
 
     def _report(self, adjustment: Adjustment, step: int) -> None:
         if adjustment.after < adjustment.before and self.release():
@@ -198,8 +237,15 @@ class ThreadControl:
 class Resources:
     """Memory, power and threads behind one object; its monitors run while it is open."""
 
-    def __init__(self, config: RunConfig, plan: Plan, log: RunLog, release: Callable[[], bool]) -> None:
-        self.memory = MemoryControl(config, plan, log, release)
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        log: RunLog,
+        release: Callable[[], bool],
+        row_length: RowLength | None = None,
+    ) -> None:
+        self.memory = MemoryControl(config, plan, log, release, row_length)
         self.power = PowerControl(config.limits, PowerMonitor())
         self.threads = ThreadControl(config, plan, log)
         self.clock = RunningClock()

@@ -32,6 +32,7 @@ from trm.training.evaluation import Evaluator, evaluation_settings
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome, Trainer
 from trm.training.resources import Resources
+from trm.training.row_length import RowLength
 from trm.training.signals import stop_signals
 from trm.training.state import TrainingState
 from trm.training.tuner import Tuner
@@ -121,7 +122,9 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split)
     evaluated_with = evaluation_settings(config, test_split)
     metric = state.feed.task.primary_metric
     best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target_accuracy, metric)
-    resources = Resources(config, state.plan, log, state.feed.split.reader.release_memory)
+    split = state.feed.split
+    row_length = RowLength.of(config, split, log)
+    resources = Resources(config, state.plan, log, split.reader.release_memory, row_length)
     evaluator = Evaluator(state, resources.memory, log, test_split)
     return Trainer(state, checkpointer, best, resources, tuner, log, evaluator)
 

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.json_types import JsonObject
 from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
-from trm.config import CurriculumConfig, RunConfig
+from trm.config import CurriculumConfig, PhaseConfig, RunConfig
 from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.cache import versions
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
-from trm.schedule import cycles_of_step, learning_rate_factor
+from trm.schedule import cycles_of_step, label_smoothing_of_step, learning_rate_factor, phase_of_step
 from trm.slots import Slots
+from trm.training.plateau import Plateau
 
 PLAN_FACTS = ("micro_batch_size", "threads", "workers", "precision", "gradient_checkpointing", "allocator")
 
@@ -72,9 +73,11 @@ class TrainingState:
         self.step = 0
         self.slots = Slots.new(self.num_slots)[owned_slots(world)]
         self.curriculum = Curriculum()
+        self.plateau = Plateau()
         self.skipped_in_a_row = 0
         self.learning_rate_scale = 1.0
         self.rolled_back_from: int | None = None  # step at which the loss became non-finite
+        self.max_length: int | None = None  # to which rows are cut
 
     @property
     def stage(self) -> Stage | None:
@@ -83,6 +86,11 @@ class TrainingState:
             return None
         number = self.curriculum.stage
         return Stage(number, self.feed.open_share(number))
+
+    @property
+    def phase(self) -> PhaseConfig | None:
+        """The phase of the last step, if the recipe has phases."""
+        return phase_of_step(self.step, self.config.training)
 
     @property
     def num_slots(self) -> int:
@@ -96,9 +104,11 @@ class TrainingState:
         self.slots = slots[owned_slots(self.world)]
         self.step = checkpoint.step
         self.curriculum = Curriculum(**saved.curriculum)
+        self.plateau = Plateau(**saved.plateau.model_dump())
         self.skipped_in_a_row = saved.skipped_in_a_row
         self.learning_rate_scale = saved.learning_rate_scale
         self.rolled_back_from = saved.rolled_back_from
+        self.max_length = saved.max_length
         return saved
 
     def saved(self, seconds: float, evaluated: int, best: JsonObject | None) -> JsonObject:
@@ -110,12 +120,14 @@ class TrainingState:
                 "data": self.data,
                 "slots": self.slots.to_lists(),
                 "curriculum": asdict(self.curriculum),
+                "plateau": asdict(self.plateau),
                 "seconds": seconds,
                 "evaluated": evaluated,
                 "best": best,
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "learning_rate_scale": self.learning_rate_scale,
                 "rolled_back_from": self.rolled_back_from,
+                "max_length": self.max_length,
                 "plan": self.plan.to_json(),
                 "versions": versions(),
             }
@@ -128,14 +140,15 @@ class TrainingState:
         stage = self.curriculum.stage
         slots = self.slots.refilled(stage)
         step = self.step + 1
-        factor = self.learning_rate_scale * learning_rate_factor(step, training)
+        factor = self.learning_rate_scale * self.plateau.scale * learning_rate_factor(step, training)
         settings = StepSettings(
             step=step,
             cycles=cycles_of_step(step, config.model, training, config.seed),
             learning_rate=factor * training.learning_rate,
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
+            label_smoothing=label_smoothing_of_step(step, training),
         )
-        batch = self.feed.batch(slots, step)
+        batch = self.feed.batch(slots, step, self.max_length)
         self.feed.read_ahead(slots, stage)
         result = self.learner.step(batch, settings, next_size)
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
@@ -149,6 +162,17 @@ class TrainingState:
         self.step = step
         self.skipped_in_a_row = 0
         return settings.learning_rate, result
+
+    def after_evaluation(self, value: float) -> None:
+        """Take note of the primary metric after this step.
+
+        The evaluation at the end of training does not count: it would not be there if the run were longer,
+        and more steps must give the same run.
+        """
+        settings = self.config.training.plateau
+        every = self.config.evaluation.every_steps
+        if settings is not None and every is not None and self.step % every == 0:
+            self.plateau = self.plateau.after(value, settings)
 
     def skip_step(self) -> None:
         """Count a step without its update: every slot takes a new example, from fresh latents."""
@@ -165,6 +189,7 @@ class TrainingState:
             self.slots = Slots.new(self.num_slots)[owned_slots(self.world)]
             self.step = 0
             self.curriculum = Curriculum()
+            self.plateau = Plateau()
         else:
             self.restore(checkpoint)
         self.skipped_in_a_row = 0

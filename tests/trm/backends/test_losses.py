@@ -56,3 +56,13 @@ def test_weights_of_one_change_no_bit():
     weighted, others = step_of(replace(batch, weights=np.ones(6)))
     assert weighted.loss == plain.loss
     assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_may_have_its_own_label_smoothing(loss):
+    batch = make_batch()
+    expected, gradients = step_of(batch, loss=loss, label_smoothing=0.3)
+    ours = make_learner(training=training_config(halt_loss_weight=0.0, loss=loss, label_smoothing=0.1))
+    settings = StepSettings(1, 2, 0.0, 0.0, label_smoothing=0.3)
+    assert ours.step(batch, settings, lambda done: 6).loss == expected.loss
+    assert all(torch.equal(ours.parameters[name].grad, each) for name, each in gradients.items())

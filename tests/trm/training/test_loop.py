@@ -14,6 +14,7 @@ from tiny import Recorder, make_learner, plan_of, run, run_config, sudoku_datase
 from macbook_optimization.errors import DataError, MemoryBudgetError, RunError
 from trm.runs.directory import EVENTS, METRICS, Run, set_aside
 from trm.runs.listing import list_runs
+from trm.schedule import learning_rate_factor
 from trm.tasks.dataset import open_split
 from trm.training.loop import Limits
 from trm.training.preparation import prepare
@@ -124,6 +125,43 @@ def test_the_stage_of_a_curriculum_is_shown_and_in_the_rows(tmp_path, dataset):
     ]
     rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
     assert [(row["step"], row["curriculum_stage"]) for row in rows] == [(6, 1), (20, 2)]
+
+
+PHASES = (
+    {"name": "warm-up", "share": 0.2, "learning_rate_factor": 0.5, "label_smoothing": 0.1},
+    {"name": "main", "share": 0.5},
+    {"name": "fine-tune", "learning_rate_factor": 0.1},
+)
+
+
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+def test_phases_are_a_function_of_the_step_alone(tmp_path, dataset, supervision):
+    config = run_config(
+        dataset, training__phases=PHASES, training__supervision=supervision, training__lr_min_ratio=0.2
+    )
+    run(config, tmp_path / "whole")
+    for stop_at in (4, 7, 14, 20):  # two of them where a phase ends
+        run(config, tmp_path / "parts", max_step=stop_at)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    for name in ("whole", "parts"):  # a resumed run repeats no phase
+        began = [row for row in Run(tmp_path / name).rows(EVENTS) if row["event"] == "phase"]
+        assert [(row["step"], row["phase"], row["learning_rate_factor"]) for row in began] == [
+            (1, "warm-up", 0.5), (5, "main", 1.0), (15, "fine-tune", 0.1),
+        ]  # fmt: skip
+    rows = [row for row in Run(tmp_path / "parts").rows() if row["kind"] == "train"]
+    assert [(row["step"], row["phase"]) for row in rows] == [
+        (4, "warm-up"), (7, "main"), (14, "main"), (20, "fine-tune"),
+    ]  # fmt: skip
+    rates = [row["learning_rate"] for row in rows]
+    assert rates == pytest.approx(
+        [1e-2 * learning_rate_factor(step, config.training) for step in (4, 7, 14, 20)]
+    )
+
+
+def test_phases_that_change_nothing_change_no_bit(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "plain")
+    run(run_config(dataset, training__phases=({"name": "main"},)), tmp_path / "phased")
+    assert_same_run(tmp_path / "plain", tmp_path / "phased")
 
 
 def test_how_the_data_is_read_is_recorded_at_every_start(tmp_path, dataset):

@@ -92,7 +92,7 @@ class TorchLearner:
         by_length = batch.by_length()
         with allocations(torn=False):
             tensors = _StepTensors.of(self, batch, by_length)
-            compute = partial(self._gradients, tensors, settings.cycles)
+            compute = partial(self._gradients, tensors, settings)
             self.workers.map(len(batch), next_size, compute, add)
         total = float(sum(each.total for each in losses))
         in_slot_order = partial(_in_slot_order, by_length)
@@ -124,11 +124,20 @@ class TorchLearner:
             raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
         return first - int(owned.start)
 
-    def _gradients(self, tensors: _StepTensors, cycles: int, rows: slice) -> _Computed:
+    def _gradients(self, tensors: _StepTensors, settings: StepSettings, rows: slice) -> _Computed:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
         taken = tensors.take(rows)
-        new_latents = self.model(taken.inputs, taken.puzzle_rows, taken.latents, cycles, taken.padding)
-        losses = slot_losses(self.model, new_latents[0], taken.labels, self.training, taken.weights)
+        new_latents = self.model(
+            taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
+        )
+        losses = slot_losses(
+            self.model,
+            new_latents[0],
+            taken.labels,
+            self.training,
+            taken.weights,
+            settings.label_smoothing,
+        )
         mean = losses.total / self.program.num_slots
         gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
         tensors.keep(rows, new_latents)

@@ -59,14 +59,19 @@ def slot_losses(
     labels_BL: Tensor,
     training: TrainingConfig,
     weights_B: Tensor | None = None,
+    label_smoothing: float | None = None,
 ) -> SlotLosses:
-    """`weights_B` scale the loss of each slot's answer; halting is learned alike from all of them."""
+    """`weights_B` scale the loss of each slot's answer; halting is learned alike from all of them.
+
+    `label_smoothing` replaces that of the recipe.
+    """
     labelled = labels_BL != IGNORE_LABEL
     slot_of = labelled.nonzero()[:, 0]
     labels = labels_BL[labelled]
     logits = model.token_logits(model.answer_positions(y_LBD)[labelled])
     counts = labelled.sum(-1)
-    per_token = token_losses(logits, labels, training.loss, training.label_smoothing) / counts[slot_of]
+    smoothing = training.label_smoothing if label_smoothing is None else label_smoothing
+    per_token = token_losses(logits, labels, training.loss, smoothing) / counts[slot_of]
     if weights_B is not None:
         per_token = per_token * weights_B[slot_of]
     with torch.no_grad():

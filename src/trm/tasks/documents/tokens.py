@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,13 @@ class TokenOptions(Section):
     """Tokens in the vocabulary: pieces of words, header features and marks."""
     min_df: Count = MIN_MAILS
     """Leave out domains and header words of fewer messages than this."""
+
+
+class Encoded(NamedTuple):
+    """One message."""
+
+    tokens: IntArray
+    total: int  # tokens before a long body was cut, of the text that is read at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,9 @@ class MailTokenizer:
 
     def encode(self, mails: Sequence[Mail], length: int) -> list[IntArray]:
         """Return the tokens of each message, at most `length`."""
+        return [each.tokens for each in self.encode_and_count(mails, length)]
+
+    def encode_and_count(self, mails: Sequence[Mail], length: int) -> list[Encoded]:
         texts = chain.from_iterable((_subject(mail), _body(mail, length)) for mail in mails)
         encoded = [
             each.ids for each in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -126,13 +136,14 @@ class MailTokenizer:
             for mail, (subject, body) in zip(mails, pairs, strict=True)
         ]
 
-    def _joined(self, mail: Mail, subject: list[int], body: list[int], length: int) -> IntArray:
+    def _joined(self, mail: Mail, subject: list[int], body: list[int], length: int) -> Encoded:
         tokens = [CLS_TOKEN, *subject[:MAX_SUBJECT_TOKENS], SEP_TOKEN, *self._feature_tokens(mail), SEP_TOKEN]
+        total = len(tokens) + len(body)
         room = max(0, length - len(tokens))
         if len(body) > room:
             tail = int(_TAIL_SHARE * room)
             body = body[: room - tail] + body[len(body) - tail :]
-        return np.array([*tokens, *body][:length], dtype=np.int64)
+        return Encoded(np.array([*tokens, *body][:length], dtype=np.int64), total)
 
     def _feature_tokens(self, mail: Mail) -> list[int]:
         """Return one token per feature, each once, in the order of the message."""

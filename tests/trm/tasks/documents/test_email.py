@@ -230,3 +230,48 @@ def test_weights_can_be_given_by_name(dataset):
     with pytest.raises(ConfigError, match="did you mean home") as error:
         class_weighted_feed(dataset, {"hme": 4})
     assert "spam, work, home" in error.value.hint
+
+
+def test_the_difficulty_of_a_message_is_its_length_before_it_was_cut(tmp_path):
+    """Otherwise all long messages would be equally difficult."""
+    given = Documents(documents(40, 0), documents(10, 1), tuple(WORDS))
+    settings = TokenOptions(length=24, vocab_size=300)
+    tokenizer = write_documents(given, tmp_path / "set", settings)
+    split = open_split(tmp_path / "set", "train")
+    whole = [len(tokens) for tokens in tokenizer.encode([each.mail for each in given.train], 1000)]
+    assert split.difficulties().tolist() == whole
+    np.testing.assert_array_equal(np.minimum(whole, 24), split.lengths)
+    assert len({length for length in whole if length > 24}) > 5
+
+
+def test_a_curriculum_starts_with_short_messages(dataset, tmp_path):
+    stages = {"share": 0.25, "threshold": 0.0, "widen": 2.0, "every_steps": 20}
+    config = email_config(dataset)
+    training = config.training.model_validate({**config.training.model_dump(), "curriculum": stages})
+    config = config.model_copy(update={"training": training})
+    split = open_split(dataset, "train")
+    batch = Feed(config, TASK, split).batch(Slots.new(16).refilled(), 1)
+    assert batch.lengths.max() <= np.quantile(split.lengths, 0.25)
+    train_run(config, tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["curriculum_stage"] for row in rows if row["kind"] == "train"][-1] == 2
+
+
+def test_a_phase_may_have_its_own_word_dropout(dataset):
+    phases = [{"name": "main", "steps": 5}, {"name": "fine-tune", "word_dropout": 0.0}]
+    config = email_config(dataset)
+    changes = {"word_dropout": 0.3, "phases": phases}
+    training = config.training.model_validate({**config.training.model_dump(), **changes})
+    split = open_split(dataset, "train")
+    slots = Slots.new(16).refilled()
+    feed = Feed(config.model_copy(update={"training": training}), TASK, split)
+    whole = Feed(config, TASK, split).batch(slots, 1)
+    assert feed.batch(slots, 5).lengths.sum() < whole.lengths.sum()
+    np.testing.assert_array_equal(feed.batch(slots, 6).inputs, whole.inputs)
+
+
+def test_word_dropout_of_a_phase_needs_words(dataset):
+    settings = training_config(phases=[{"name": "main", "word_dropout": 0.1}])
+    config = run_config(dataset, training=settings.model_dump())
+    with pytest.raises(ConfigError, match=r"word_dropout of training.phases .* sudoku has none"):
+        Feed(config, SUDOKU, open_split(dataset, "train"))
