@@ -121,6 +121,12 @@ class TrainingConfig(Section):
     """From this step on, in this share of the examples, up to half of the answer is given in the input."""
     curriculum: CurriculumConfig | None = None
     """Easy examples first; null for all examples from the start."""
+    initial_embeddings: Literal["random", "cooccurrence"] = "random"
+    """How the embeddings of tokens start, where the task has words: `cooccurrence` gives similar ones to
+    words that have similar neighbours in the training split."""
+    initial_weights: Path | None = None
+    """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
+    all weights at random."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 
@@ -131,6 +137,8 @@ class TrainingConfig(Section):
                 raise ValueError(f"{name} must have a value for step 0")
         if any(last <= start for start, last in self.extensions.items()):
             raise ValueError("extensions must end after they start")
+        if self.initial_embeddings != "random" and self.initial_weights is not None:
+            raise ValueError("initial_embeddings and initial_weights both set the embeddings; one is enough")
         return self
 
     @property
