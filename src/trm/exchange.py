@@ -39,7 +39,7 @@ def import_weights(
     spec = _spec(config)
     program = Program.of(config, spec)
     check_training(smallest_program(config, spec))
-    theirs = _weights_of_run(source, warn) if source.is_dir() else _weights_of_file(source, config)
+    theirs = weights_of_run(source, warn)[1] if source.is_dir() else _weights_of_file(source, config)
     execution = Execution(backend=config.plan.backend, device=config.plan.device)
     learner = load_backend(execution).learner(program, execution, SingleProcess(program.num_slots))
     groups = learner.state()
@@ -64,8 +64,8 @@ def _weights_of_file(file: Path, config: RunConfig) -> Weights:
     return from_reference_file(file, config.model)
 
 
-def _weights_of_run(path: Path, warn: Warn) -> Weights:
-    """Return the best weights of a run, or those of one checkpoint in it."""
+def weights_of_run(path: Path, warn: Warn) -> tuple[RunConfig, Weights]:
+    """Return the recipe and the best weights of a run, or the weights of one checkpoint in it."""
     if (path / "manifest.json").is_file():
         run = Run(path.resolve().parents[1])
         if (problem := find_damage(path)) is not None:
@@ -74,8 +74,9 @@ def _weights_of_run(path: Path, warn: Warn) -> Weights:
     else:
         run = Run(path)
         checkpoint = run.checkpoints().best_or_newest(warn)
-    check_compatible(checkpoint, run.config)
-    return checkpoint.load("ema" if run.config.training.ema else "weights")
+    config = run.config
+    check_compatible(checkpoint, config)
+    return config, checkpoint.load("ema" if config.training.ema else "weights")
 
 
 def _with_new_head(theirs: Weights, ours: Weights) -> Weights:

@@ -18,7 +18,7 @@ from trm.batch import IGNORE_LABEL, Batch
 from trm.config import CurriculumConfig, RunConfig, did_you_mean
 from trm.schedule import value_at, word_dropout_of_step
 from trm.slots import Order, Purpose, Slots
-from trm.tasks.base import HasWords, Task
+from trm.tasks.base import HasVocabulary, HasWords, Task
 from trm.tasks.dataset import Split
 
 _ROWS_AT_A_TIME = 16_384
@@ -130,6 +130,11 @@ def _check_words(config: RunConfig, task: Task) -> None:
     if (training.word_dropout or any(by_phase)) and not isinstance(task, HasWords):
         key = "training.word_dropout" if training.word_dropout else "word_dropout of training.phases"
         raise ConfigError(f"{key} is for tasks with words; {task.name} has none", hint=f"Remove {key}.")
+    if training.initial_embeddings != "random" and not isinstance(task, HasVocabulary):
+        raise ConfigError(
+            f"training.initial_embeddings is for tasks whose tokens are words; those of {task.name} are not",
+            hint="Remove training.initial_embeddings.",
+        )
 
 
 def _check_hints(config: RunConfig, split: Split) -> None:

@@ -44,6 +44,7 @@ SETTINGS = {
     "data build maze": ("--size", "5", "--min-path", "3", "--train", "6", "--test", "4"),
     "data build arc": ("--augmentations", "1"),
     "data build email": ("--length", "32", "--vocab-size", "200"),
+    "data build email-masked": ("--length", "32", "--vocab-size", "200"),
     "train": ("--max-steps", "1"),
     "eval": ("--depth", "1"),
     "predict": ("--example", "0", "--depth", "1"),
@@ -79,7 +80,7 @@ VALUES = {
     "email learn category": "work",
     "paths": "mailbox/work/000.eml",
     "path": "mailbox/work/000.eml",
-    "data build email sources": "mailbox",
+    "sources": "mailbox",
 }
 NOT_PATHS = ("name", "category")  # other arguments that a command needs
 CHANGED_RUN = "mail-run"  # by corrections

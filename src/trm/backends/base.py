@@ -155,6 +155,10 @@ class Learner(Protocol):
 
     def predictor(self) -> Predictor: ...
 
+    def set_embeddings(self, tokens: IntArray, vectors: Float32Array) -> None:
+        """Replace the embeddings of these tokens, in the weights and in their moving average."""
+        ...
+
     def state(self) -> TensorGroups:
         """Return everything that resuming needs, by file name and tensor name."""
         ...

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -143,38 +144,64 @@ def build_arc(
     )
 
 
+def mail_options(command: Command) -> Command:
+    """Add the options of tasks over the tokens of mail."""
+    options = (
+        click.option(
+            "--from", "sources", type=click.Path(), multiple=True, required=True, metavar="MAIL",
+            help="An mbox, a Maildir, a directory whose folders are the categories, or a table; may be "
+            "repeated.",
+        ),
+        click.option(
+            "--split", type=click.Choice(["random", "time", "thread"]), default="random", show_default=True,
+            help="How the test set is chosen: at random, the newest messages, or whole conversations.",
+        ),
+        click.option("--length", type=int, default=256, show_default=True, help="Most tokens per message."),
+        click.option(
+            "--vocab-size", type=int, help="Tokens in the vocabulary [default: 8000, or that of --tokenizer]."
+        ),
+        click.option(
+            "--tokenizer", type=PATH,
+            help="Dataset of mail whose vocabulary is used [default: one is made of this mail].",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split."),
+        *output_options,
+    )  # fmt: skip
+    return with_options(command, options)
+
+
 @build.command("email")
-@click.option(
-    "--from", "sources", type=click.Path(), multiple=True, required=True, metavar="MAIL",
-    help="An mbox, a Maildir, a directory whose folders are the categories, or a table; may be repeated.",
-)  # fmt: skip
 @click.option("--mapping", type=PATH, help="YAML file that says which folders and labels are which category.")
 @click.option("--test-share", type=float, default=0.15, show_default=True, help="Share of the test set.")
-@click.option(
-    "--split", type=click.Choice(["random", "time", "thread"]), default="random", show_default=True,
-    help="How the test set is chosen: at random, the newest messages, or whole conversations.",
-)  # fmt: skip
-@click.option("--length", type=int, default=256, show_default=True, help="Most tokens per message.")
-@click.option("--vocab-size", type=int, default=8000, show_default=True, help="Tokens in the vocabulary.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split.")
-@partial(with_options, options=output_options)
-def build_email(
-    sources: tuple[str, ...],
-    mapping: Path | None,
-    out: Path,
-    jobs: int | None,
-    as_json: bool,
-    **options: object,
-) -> None:
-    """Build a dataset of tokens from mail, for the recursive path. Its vocabulary is made of this mail."""
-    options["from"] = list(sources)
-    options["mapping"] = None if mapping is None else str(mapping)
-    facts = _build("email", options, out, jobs)
-    show(
-        facts,
-        as_json,
-        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test message')}",
-    )
+@mail_options
+def build_email(mapping: Path | None, out: Path, jobs: int | None, as_json: bool, **options: object) -> None:
+    """Build a dataset of tokens from mail, for the recursive path."""
+    settings = {**_mail_options(options), "mapping": None if mapping is None else str(mapping)}
+    _show_mail(_build("email", settings, out, jobs), as_json)
+
+
+@build.command("email-masked")
+@click.option("--test-share", type=float, default=0.05, show_default=True, help="Share of the test set.")
+@mail_options
+def build_masked_email(out: Path, jobs: int | None, as_json: bool, **options: object) -> None:
+    """Build a dataset from mail without categories, to pre-train a model that predicts masked tokens."""
+    _show_mail(_build("email-masked", _mail_options(options), out, jobs), as_json)
+
+
+def _mail_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of `data.build`: those that were given, and the size of a new vocabulary."""
+    given: dict[str, object] = {name: value for name, value in options.items() if value is not None}
+    given["from"] = list(cast(tuple[str, ...], given.pop("sources")))
+    if "tokenizer" in given:
+        given["tokenizer"] = str(given["tokenizer"])
+    else:
+        given.setdefault("vocab_size", 8000)
+    return given
+
+
+def _show_mail(facts: Mapping[str, str | int], as_json: bool) -> None:
+    counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test message')}"
+    show(facts, as_json, f"{facts['path']}: {counts}")
 
 
 def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -> dict[str, object]:

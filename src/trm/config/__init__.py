@@ -4,6 +4,7 @@ A recipe is YAML. Unknown keys are refused with a suggestion, and every problem 
 """
 
 from trm.config.inference import InferenceConfig
+from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.parsing import config_from_text, differences, load_config, parse_section
 from trm.config.recipes import find_recipe, shipped_recipes
@@ -12,9 +13,7 @@ from trm.config.sections import (
     CheckpointsConfig,
     DataConfig,
     EvaluationConfig,
-    LimitSettings,
     LoadingConfig,
-    PlanSettings,
     RunConfig,
     TrainingConfig,
 )

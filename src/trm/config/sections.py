@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
-from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config.inference import InferenceConfig
+from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.renamed import with_current_keys
 from trm.config.schedules import CurriculumConfig, PhaseConfig, PlateauConfig, check_phases, phase_starts
@@ -98,6 +98,12 @@ class TrainingConfig(Section):
     """Fewest tokens to which rows of different lengths may be cut while memory is short although the
     micro-batch is a single example; null never cuts. This changes what is learned, and when it happens
     depends on the machine; the events record each change."""
+    initial_embeddings: Literal["random", "cooccurrence"] = "random"
+    """How the embeddings of tokens start, where the task has words: `cooccurrence` gives similar ones to
+    words that have similar neighbours in the training split."""
+    initial_weights: Path | None = None
+    """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
+    all weights at random."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 
@@ -109,6 +115,8 @@ class TrainingConfig(Section):
         if any(last <= start for start, last in self.extensions.items()):
             raise ValueError("extensions must end after they start")
         check_phases(self.phases, self.max_steps)
+        if self.initial_embeddings != "random" and self.initial_weights is not None:
+            raise ValueError("initial_embeddings and initial_weights both set the embeddings; one is enough")
         return self
 
     @property
@@ -189,57 +197,6 @@ class DataConfig(Section):
     """Replace every training example by a random symmetric copy, where the task has symmetries."""
     build: JsonObject | None = None
     """The task's own options, used to build the dataset when there is none at `path`."""
-
-
-def _checkpointing(value: object) -> object:
-    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
-
-
-class PlanSettings(Section):
-    """What a user may fix about how this machine runs the recipe. What is null is measured."""
-
-    backend: str = "pytorch"
-    """Backend to use."""
-    device: str = "cpu"
-    """Device to compute on."""
-    micro_batch_size: Count | None = None
-    """Examples computed at a time."""
-    threads: Count | None = None
-    """CPU threads."""
-    workers: Count | None = None
-    """Worker threads that share the CPU threads; each takes examples through the whole model."""
-    precision: Literal["float32", "bfloat16", "auto"] | None = None
-    """Precision of activations; `auto` measures which is faster, null takes the recipe's."""
-    gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] | None = None
-    """Layers that are recomputed in the backward pass to save memory: `none`, `alternate` or `all`."""
-    allocator: Literal["system", "compact"] | None = None
-    """`compact` returns freed memory to the system immediately (Linux)."""
-    compile: bool | None = None
-    """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
-    faster."""
-
-
-class LimitSettings(Section):
-    """How much of the machine training may use, and how it reacts to pressure, heat and batteries."""
-
-    memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
-    """Memory budget in MiB; null for a share of what is available."""
-    memory_fraction: Annotated[Positive, Field(le=1)] = 0.8
-    """Share of the available memory to use when there is no limit."""
-    dynamic_batch_sizing: bool = True
-    """Lower the micro-batch size under memory pressure."""
-    memory_pressure_threshold: Annotated[Positive, Field(le=100)] = 90.0
-    """Percentage of memory in use above which the micro-batch size is lowered."""
-    garbage_collection_frequency: Count | None = None
-    """Steps between garbage collections; null collects only when the micro-batch size is lowered."""
-    low_battery_percent: Annotated[PositiveOrZero, Field(le=100)] = 10.0
-    """Save a checkpoint when the battery falls below this percentage."""
-    enable_thermal_monitoring: bool = True
-    """Pause briefly when the machine is too hot."""
-    thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None
-    """Temperature in degrees Celsius that counts as too hot; null relies on what the system reports."""
-    cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
-    """Length of such a pause in seconds."""
 
 
 class RunConfig(Section):

@@ -22,6 +22,7 @@ from trm.planning.measurements import Measurements
 
 _SCHEMA = 2  # of what is stored
 _MAX_BYTES = MIB  # of one file; measurements take a few KiB
+_OF_NO_CONSEQUENCE = {"learning_rate", "max_steps", "extensions", "initial_embeddings", "initial_weights"}
 
 
 def cache_directory() -> Path:
@@ -43,9 +44,7 @@ def cache_key(program: Program, hardware: HardwareSpecs, **how: Any) -> str:
     facts = {
         "schema": _SCHEMA,
         "model": program.model.model_dump(mode="json"),
-        "training": program.training.model_dump(
-            mode="json", exclude={"learning_rate", "max_steps", "extensions"}
-        ),
+        "training": program.training.model_dump(mode="json", exclude=_OF_NO_CONSEQUENCE),
         "data": asdict(program.data),
         "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, hardware.memory.total_memory],
         "versions": [*versions().values(), version("macbook-trm"), sys.version],

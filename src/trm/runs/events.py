@@ -73,6 +73,14 @@ class Imported(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Initialised(Event):
+    """A new run started from more than random weights."""
+
+    name = "initialised"
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
 class Damaged(Event):
     """A checkpoint was damaged and set aside."""
 

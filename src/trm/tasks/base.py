@@ -154,6 +154,23 @@ class HasWords(Protocol):
         ...
 
 
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A task whose tokens are words: what `training.initial_embeddings` and `initial_weights` need of it."""
+
+    def vocabulary(self, dataset: Path) -> str | None:
+        """Return a digest of a dataset's vocabulary, None if there is none. With another one, the same token
+        is another word."""
+        ...
+
+    def word_vectors(self, split: Split, width: int) -> tuple[IntArray, Float32Array]:
+        """Return tokens (n,) and vectors (n, width) of length 1, similar for words with similar neighbours.
+
+        Tokens may be left out. The result depends on the split only.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """One input of `trm predict`, as tokens without padding."""

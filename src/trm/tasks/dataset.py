@@ -227,6 +227,11 @@ def complete_spec(task: Task, split: Split) -> DataSpec:
         ) from error
 
 
+def read_spec(dataset: Path, name: str = "train") -> DataSpec:
+    """Return the spec of a split without reading its arrays."""
+    return _read_metadata(dataset / name / "dataset.json").spec
+
+
 def _array_files(directory: Path, set_name: str) -> dict[str, ArrayFile]:
     files = {field: array_file(directory / f"{set_name}__{field}.npy") for field in FIELDS}
     lengths = directory / f"{set_name}__lengths.npy"

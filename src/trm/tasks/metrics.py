@@ -10,6 +10,7 @@ from trm.tasks.base import AnswerBatch, Metrics
 
 EXACT = "exact_accuracy"
 ACCURACY = "accuracy"
+TOKENS = "token_accuracy"
 
 
 def exact_answers(tokens: IntegerArray, labels: IntArray) -> BoolArray:
@@ -46,7 +47,7 @@ class ExactMatch:
         return Metrics(
             {
                 EXACT: self.exact / examples,
-                "token_accuracy": self.correct_tokens / max(1, self.labelled_tokens),
+                TOKENS: self.correct_tokens / max(1, self.labelled_tokens),
                 "halt_accuracy": self.halting_agrees / examples,
             }
         )

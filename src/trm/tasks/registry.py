@@ -16,6 +16,7 @@ _MODULES = {  # imported on demand
     "maze": "trm.tasks.grids.maze",
     "arc": "trm.tasks.grids.arc",
     "email": "trm.tasks.documents.email",
+    "email-masked": "trm.tasks.documents.masked",
 }
 TASK_NAMES = tuple(_MODULES)
 

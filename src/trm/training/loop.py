@@ -17,7 +17,7 @@ from trm.backends.base import StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.events import CoolingBreak, LearningRateLowered, LowBattery, Resumed, Stopped
+from trm.runs.events import CoolingBreak, Initialised, LearningRateLowered, LowBattery, Resumed, Stopped
 from trm.runs.listing import metric_label
 from trm.runs.rows import EvalRow
 from trm.training import recovery
@@ -64,6 +64,7 @@ class Trainer:
     log: RunLog
     evaluator: Evaluator
     seconds_before: float = 0.0  # of training, in earlier starts
+    started_from: str | None = None  # what a new run has beside random weights
 
     @property
     def config(self) -> RunConfig:
@@ -77,6 +78,8 @@ class Trainer:
         checkpoint = self.checkpointer.recover()
         if checkpoint is None:
             self.checkpointer.manager.check_space(self.state.learner.state())
+            self.log.display.status("Setting the initial weights")
+            self.started_from = self.state.initialise(self.log.message)
             return
         saved = self.state.restore(checkpoint)
         self.checkpointer.saved_step = checkpoint.step
@@ -91,12 +94,15 @@ class Trainer:
         self.checkpointer.warn_if_full(self.state.learner.state())
 
     def tune_with(self, planner: Planner) -> None:
-        # The peak of a process that has read a checkpoint says less about its steps.
-        self.tuner.start_warmup(planner, self._try_out, cache=not self.state.step)
+        # The peak of a process that has read a checkpoint, or computed its start, says less about its steps.
+        is_new = self.state.step == 0 and self.started_from is None
+        self.tuner.start_warmup(planner, self._try_out, cache=is_new)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
         metrics = StepMetrics(self.log, self.state.stage, self.state.phase)
         self.checkpointer.saved_at = time.monotonic()
+        if self.started_from is not None:
+            self._keep_start(self.started_from)
         try:
             while True:
                 self._run_due_tasks(stop)  # evaluate, save, cool down
@@ -124,6 +130,12 @@ class Trainer:
         self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
         return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target)
+
+    def _keep_start(self, description: str) -> None:
+        """Save the initial weights, so that resuming needs nothing that they came from."""
+        self.log.event(Initialised(description))
+        self.log.message(f"{description}.")
+        self._save()
 
     def _run_due_tasks(self, stop: StopRequest) -> None:
         """Nothing is due while steps are skipped: the weights are those of the last checkpoint, or as suspect

@@ -39,7 +39,7 @@ def roll_back(
     sound = (each for each in manager.intact_checkpoints() if not each.metadata.get("skipped_in_a_row"))
     checkpoint = next(sound, None)
     failed_step = state.step
-    state.roll_back(checkpoint)
+    state.roll_back(checkpoint, log.message)
     state.learner.reconfigure(state.plan.execution)  # it may be a new one
     manager.abandon_after(state.step)
     checkpointer.saved_step = None if checkpoint is None else checkpoint.step

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from macbook_optimization.checkpoint_files import Checkpoint
+from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.json_types import JsonObject
 from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
 from trm.config import CurriculumConfig, PhaseConfig, RunConfig
@@ -19,6 +20,7 @@ from trm.planning.cache import versions
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.schedule import cycles_of_step, label_smoothing_of_step, learning_rate_factor, phase_of_step
 from trm.slots import Slots
+from trm.training.initial import initialise
 from trm.training.plateau import Plateau
 
 PLAN_FACTS = ("micro_batch_size", "threads", "workers", "precision", "gradient_checkpointing", "allocator")
@@ -95,6 +97,10 @@ class TrainingState:
     @property
     def num_slots(self) -> int:
         return self.config.training.effective_batch_size
+
+    def initialise(self, warn: Warn) -> str | None:
+        """Set what a new run starts from beside random weights; return what that is, or None."""
+        return initialise(self.learner, self.feed, warn)
 
     def restore(self, checkpoint: Checkpoint) -> SavedState:
         """Load a checkpoint; if it belongs to something else, raise before anything is changed."""
@@ -180,12 +186,13 @@ class TrainingState:
         self.step += 1
         self.skipped_in_a_row += 1
 
-    def roll_back(self, checkpoint: Checkpoint | None) -> None:
+    def roll_back(self, checkpoint: Checkpoint | None, warn: Warn = python_warning) -> None:
         """Return to a checkpoint, or to the start, with half the learning rate."""
         scale = self.learning_rate_scale / 2
         failed_step = self.step
         if checkpoint is None:
             self.learner = self.make_learner()
+            self.initialise(warn)
             self.slots = Slots.new(self.num_slots)[owned_slots(self.world)]
             self.step = 0
             self.curriculum = Curriculum()

@@ -56,6 +56,8 @@ def shipped_program(name):
         return Program.of(config, DataSpec(900, 12, 12, num_puzzle_identifiers=10**6))
     if config.task == "email":  # whose spec needs the mail
         return Program.of(config, DataSpec(384, 16_000, 20))
+    if config.task == "email-masked":
+        return Program.of(config, DataSpec(384, 16_000, 16_000))
     task = load_task(config.task)
     return Program.of(config, task.complete(task.spec(config.data.build)))
 

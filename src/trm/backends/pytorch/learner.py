@@ -19,7 +19,7 @@ from torch import Tensor
 
 from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
-from trm.arrays import IntArray
+from trm.arrays import Float32Array, IntArray
 from trm.backends.base import Program, StepResult, StepSettings, World, owned_slots
 from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
@@ -181,6 +181,13 @@ class TorchLearner:
     def predictor(self) -> TorchPredictor:
         model = self.averaged if self.training.ema else self.model
         return TorchPredictor(model, self.training, self.workers)
+
+    @torch.no_grad()
+    def set_embeddings(self, tokens: IntArray, vectors: Float32Array) -> None:
+        rows = to_tensor(tokens, self.device)
+        for model in (self.model, self.averaged):
+            table = model.embed_tokens.embedding_weight
+            table[rows] = to_tensor(vectors, self.device).to(table.dtype)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"weights": self.model.state_dict(), "optimizer": self.optimizer.moments}

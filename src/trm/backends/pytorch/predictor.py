@@ -19,6 +19,8 @@ from trm.batch import PAD_TOKEN, Batch
 from trm.config import TrainingConfig
 from trm.plan import Execution
 
+LOGITS_AT_A_TIME = 2**24
+
 
 class TorchPredictor:
     """Holds the latents of the rows that are still being computed."""
@@ -69,11 +71,16 @@ class TorchPredictor:
             puzzle_rows = None if self.puzzle_rows is None else self.puzzle_rows[here]
             latents = self.model(inputs_BL[part], puzzle_rows, self.latents[:, :, part], self.cycles, padding)
             new_latents[:, :, part] = latents
-            logits = self.model.token_logits(self.model.answer_positions(latents[0]))
-            tokens = logits.argmax(-1)
+            positions = self.model.answer_positions(latents[0])
+            probabilities = None
+            if with_probabilities:
+                logits = self.model.token_logits(positions)
+                tokens = logits.argmax(-1)
+                probabilities = probabilities_of(logits, self.loss)
+            else:
+                tokens = self._likeliest(positions)
             if padding is not None:
                 tokens = tokens.masked_fill(padding, PAD_TOKEN)
-            probabilities = probabilities_of(logits, self.loss) if with_probabilities else None
             return tokens, self.model.halt_logits(latents[0])[:, 0], probabilities
 
         count = len(self.rows)
@@ -88,6 +95,15 @@ class TorchPredictor:
             halt_logits=to_array(torch.cat([each[1] for each in outputs]).float()),
             probabilities=to_array(torch.cat(computed).float()) if computed else None,
         )
+
+    def _likeliest(self, positions: Tensor) -> Tensor:
+        """Return the tokens of the largest logits, a few rows at a time.
+
+        The logits of all rows together would take gigabytes where the outputs are a vocabulary of words.
+        """
+        logits_per_row = positions.shape[1] * self.model.data.num_outputs
+        parts = torch.split(positions, max(1, LOGITS_AT_A_TIME // logits_per_row))
+        return torch.cat([self.model.token_logits(part).argmax(-1) for part in parts])
 
 
 def predictor(program: Program, execution: Execution, weights: Mapping[str, Tensor]) -> TorchPredictor:

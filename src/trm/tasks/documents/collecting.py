@@ -5,10 +5,10 @@ The texts of all messages are in memory while a dataset is built from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
@@ -24,13 +24,11 @@ from trm.tasks.documents.splits import SplitItem, SplitRules, choose_test
 from trm.tasks.documents.tokens import TokenOptions
 
 
-class MailBuildOptions(TokenOptions):
-    """Which mail a dataset is made of, and how."""
+class SourceOptions(TokenOptions):
+    """Which mail a dataset is made of."""
 
     source: list[str] = Field(alias="from", min_length=1)
     """Mailboxes, directories or tables to read."""
-    mapping: str | None = None
-    """YAML file that says which folders and labels are which category; null for the folders themselves."""
     test_share: Fraction = 0.15
     """Share of the messages in the test set."""
     split: Literal["random", "time", "thread"] = "random"
@@ -39,9 +37,19 @@ class MailBuildOptions(TokenOptions):
     """Seed of the split."""
 
 
+class MailBuildOptions(SourceOptions):
+    """Which mail a dataset is made of, and what its categories are."""
+
+    mapping: str | None = None
+    """YAML file that says which folders and labels are which category; null for the folders themselves."""
+
+
+_Read: TypeAlias = tuple[Message, Mail, Fingerprint]
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed message whose category is known."""
+    """A parsed message and its category; a category may be empty where none is needed."""
 
     mail: Mail
     category: str
@@ -57,24 +65,40 @@ class Documents:
 def collect_documents(options: MailBuildOptions, progress: Progress, jobs: int) -> Documents:
     """Read and parse the sources, and split the messages that have a category."""
     counts = LabelCounts()
-    read: list[tuple[Message, Mail, Fingerprint]] = []
-    for message, mail in parse_messages(_messages(options.source, progress), jobs):
-        if mail.verdict != "skipped":
-            counts.add(message.labels, mail.labels)
-            read.append((message, mail, fingerprint(mail)))
+    read = _read(options, progress, jobs)
+    for message, mail, _ in read:
+        counts.add(message.labels, mail.labels)
     mapping = default_map(counts) if options.mapping is None else load_map(Path(options.mapping))
-    documents: list[Document] = []
-    items: list[SplitItem] = []
-    for message, mail, mark in read:
-        category = category_of(message.labels, mail.labels, mapping)
-        if category is not None:
-            documents.append(Document(mail, category))
-            items.append(SplitItem(message.key, category, mark, mail.date, mail.thread))
-    if not documents:
+    categories = [category_of(message.labels, mail.labels, mapping) for message, mail, _ in read]
+    if not any(category is not None for category in categories):
         raise DataError(
             "No message has a category",
             hint="Use a directory whose folders are the categories, or a mapping.",
         )
+    return _split(read, categories, options)
+
+
+def collect_unlabelled(options: SourceOptions, progress: Progress, jobs: int) -> Documents:
+    """Read and parse the sources, and split all messages; their category is empty."""
+    read = _read(options, progress, jobs)
+    if not read:
+        raise DataError("There is no message that can be read", hint="Check the paths.")
+    return _split(read, [""] * len(read), options)
+
+
+def _read(options: SourceOptions, progress: Progress, jobs: int) -> list[_Read]:
+    parsed = parse_messages(_messages(options.source, progress), jobs)
+    return [(message, mail, fingerprint(mail)) for message, mail in parsed if mail.verdict != "skipped"]
+
+
+def _split(read: list[_Read], categories: Sequence[str | None], options: SourceOptions) -> Documents:
+    """Split the messages whose category is not None."""
+    documents: list[Document] = []
+    items: list[SplitItem] = []
+    for (message, mail, mark), category in zip(read, categories, strict=True):
+        if category is not None:
+            documents.append(Document(mail, category))
+            items.append(SplitItem(message.key, category, mark, mail.date, mail.thread))
     is_test = choose_test(items, SplitRules(options.split, options.test_share, options.seed))
     return Documents(
         train=[each for each, chosen in zip(documents, is_test, strict=True) if not chosen],

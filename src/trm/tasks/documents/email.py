@@ -5,7 +5,6 @@ The dataset has the layout of every other task, with a length per row and the vo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,12 @@ from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import parse_section
 from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
-from trm.tasks.dataset_writer import DatasetWriter
 from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
-from trm.tasks.documents.tokens import (
-    FILE_NAME,
-    SEP_TOKEN,
-    Encoded,
-    MailTokenizer,
-    TokenOptions,
-    padded,
-)
+from trm.tasks.documents.tokens import SEP_TOKEN, MailTokenizer, TokenOptions, padded
+from trm.tasks.documents.writing import Form, HasMailVocabulary, write_mail
 from trm.tasks.metrics import ACCURACY, Classification
 
 LABELLED_POSITION = 0  # of [CLS]
-_ROWS_AT_A_TIME = 1000
 
 
 def write_documents(
@@ -40,7 +31,7 @@ def write_documents(
     settings: TokenOptions,
     progress: Progress = lambda what, done, total: None,
 ) -> MailTokenizer:
-    """Train a tokenizer on the training split, and write both splits as a dataset."""
+    """Write both splits as a dataset of categories."""
     if len(documents.categories) < 2:
         raise DataError(f"A classifier needs two categories or more; there is {documents.categories}")
     unknown = sorted(
@@ -48,29 +39,12 @@ def write_documents(
     )
     if unknown:
         raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
-    progress("training the tokenizer", 0, 1)
-    mails = [each.mail for each in documents.train]
-    tokenizer = MailTokenizer.train(mails, settings.vocab_size, settings.min_df)
-    progress("training the tokenizer", 1, 1)
-    made_by = {"task": EmailTask.name, "options": settings.model_dump(mode="json")}
-    spec = spec_of(settings, documents.categories)
-    with DatasetWriter(directory, made_by) as writer:
-        for name, chosen in (("train", documents.train), ("test", documents.test)):
-            split = writer.split(name, spec, IGNORE_LABEL)
-            for start in range(0, len(chosen), _ROWS_AT_A_TIME):
-                progress(f"writing {name}", start, len(chosen))
-                part = chosen[start : start + _ROWS_AT_A_TIME]
-                encoded = tokenizer.encode_and_count([each.mail for each in part], settings.length)
-                tokens, lengths = padded([each.tokens for each in encoded], settings.length)
-                labels = _labels(part, documents.categories, tokens)
-                split.add_examples(tokens, labels, _difficulties(encoded), lengths)
-            progress(f"writing {name}", len(chosen), len(chosen))
-        writer.write_json(FILE_NAME, json.loads(tokenizer.to_json()))
-    return tokenizer
 
+    def labelled(part: Sequence[Document], tokens: IntArray, start: int) -> tuple[IntArray, IntArray]:
+        return tokens, _labels(part, documents.categories, tokens)
 
-def spec_of(settings: TokenOptions, categories: tuple[str, ...]) -> DataSpec:
-    return DataSpec(settings.length, settings.vocab_size, len(categories), class_names=categories)
+    form = Form(EmailTask.name, labelled, documents.categories)
+    return write_mail(documents, form, directory, settings, progress)
 
 
 def question_batch(rows: Sequence[IntArray], length: int) -> Batch:
@@ -92,17 +66,7 @@ def _labels(part: Sequence[Document], categories: tuple[str, ...], tokens: IntAr
     return labels
 
 
-def _difficulties(encoded: Sequence[Encoded]) -> IntArray:
-    """Rate each message by its length in tokens, for a curriculum.
-
-    Length is known before any model is trained, and a step with short rows takes less time. It counts what
-    was cut off as well: otherwise all long messages would be equal, and their order would be that of the
-    folders.
-    """
-    return np.array([each.total for each in encoded], dtype=np.int64)
-
-
-class EmailTask:
+class EmailTask(HasMailVocabulary):
     name = "email"
     num_draws = 0
     primary_metric = ACCURACY

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from macbook_optimization.errors import DataError, LaptopError
+from macbook_optimization.input_files import read_input
+from macbook_optimization.units import MIB
 from trm.arrays import IntArray
 from trm.batch import PAD_TOKEN
 from trm.config import Count, Section
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_NAME = "tokenizer.json"
+MAX_FILE_BYTES = 64 * MIB
 MAX_SUBJECT_TOKENS = 64
 MAX_FEATURE_TOKENS = 64
 _TAIL_SHARE = 0.25  # of the room for a long body; the rest is its beginning
@@ -41,7 +44,7 @@ _LONG_CODE = 4
 _DIGIT = re.compile(r"\d")
 _START = "\u2581"  # begins a word. The library's own marks are numbered in random order, so we add this one
 _MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")  # the first tokens
-CLS_TOKEN, SEP_TOKEN = 2, 3
+UNK_TOKEN, CLS_TOKEN, SEP_TOKEN = 1, 2, 3
 _RARE = "*"
 
 
@@ -54,6 +57,8 @@ class TokenOptions(Section):
     """Tokens in the vocabulary: pieces of words, header features and marks."""
     min_df: Count = MIN_MAILS
     """Leave out domains and header words of fewer messages than this."""
+    tokenizer: str | None = None
+    """Dataset whose vocabulary is used, with its size; null makes one of this mail."""
 
 
 class Encoded(NamedTuple):
@@ -93,7 +98,7 @@ class MailTokenizer:
     @classmethod
     def load(cls, path: Path) -> MailTokenizer:
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+            return cls.from_json(read_input(path, MAX_FILE_BYTES).decode(), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"Cannot read the tokenizer {path}: {error}") from error
 

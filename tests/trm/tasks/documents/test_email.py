@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import make_learner, model_config, run_config, training_config
+from tiny import make_learner, run_config, training_config
 from tiny import run as train_run
+from tiny_mail import OPTIONS, WORDS, documents, email_config, email_dataset, folders_of_mail
 
 from macbook_optimization.errors import ConfigError, DataError
 from trm.backends.base import StepSettings
@@ -17,54 +18,17 @@ from trm.runs.reading import read_rows
 from trm.slots import Slots
 from trm.tasks.base import DataSpec
 from trm.tasks.dataset import open_split
-from trm.tasks.documents.collecting import Document, Documents
+from trm.tasks.documents.collecting import Documents
 from trm.tasks.documents.email import TASK, question_batch, write_documents
-from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.tokens import MailTokenizer, TokenOptions
 from trm.tasks.grids.sudoku import TASK as SUDOKU
 
 pytest.importorskip("tokenizers")
 
-OPTIONS = TokenOptions(length=48, vocab_size=300)
-WORDS = {
-    "spam": ["cheap", "watches", "buy", "now", "offer", "money", "winner", "prize", "free"],
-    "work": ["meeting", "report", "project", "deadline", "review", "budget", "team"],
-    "home": ["dinner", "weekend", "mother", "garden", "football", "party", "holiday"],
-}
-
-
-def documents(count, seed):
-    """Return mails of words that mostly belong to their category; a third are spam, ten in a hundred home."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for _ in range(count):
-        category = str(rng.choice(list(WORDS), p=[0.3, 0.6, 0.1]))
-        size = int(rng.integers(2, 40))
-        own, any_word = WORDS[category], [word for words in WORDS.values() for word in words]
-        text = " ".join(str(rng.choice(own if rng.random() < 0.6 else any_word)) for _ in range(size))
-        made.append(Document(Mail("parsed", subject=own[0], text=text), category))
-    return made
-
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("email") / "set"
-    write_documents(Documents(documents(120, 0), documents(40, 1), tuple(WORDS)), directory, OPTIONS)
-    return directory
-
-
-def email_config(dataset, **changes):
-    model = model_config(hidden_size=32, num_heads=4, L_cycles=1, H_cycles=1)
-    training = {"effective_batch_size": 16, "max_steps": 60, "supervision": "terminal", "ema_rate": 0.9}
-    training |= {"loss": "softmax_cross_entropy", "optimizer": "adamw", "learning_rate": 3e-3}
-    return run_config(
-        dataset,
-        task="email",
-        model=model.model_dump(),
-        training=training_config(**training).model_dump(),
-        inference={"depth": 1},
-        **changes,
-    )
+    return email_dataset(tmp_path_factory.mktemp("email") / "set")
 
 
 def test_a_dataset_has_lengths_names_and_one_label_per_message(dataset):
@@ -114,11 +78,7 @@ def test_options_are_checked():
 
 
 def test_a_directory_of_mail_becomes_a_dataset(tmp_path):
-    for number, document in enumerate(documents(40, 0)):
-        folder = tmp_path / "mail" / document.category
-        folder.mkdir(parents=True, exist_ok=True)
-        text = f"Subject: {document.mail.subject}\n\n{document.mail.text} {number}\n"
-        (folder / f"{number}.eml").write_text(text)
+    folders_of_mail(tmp_path / "mail")
     options = {"from": [str(tmp_path / "mail")], "length": 32, "vocab_size": 200, "test_share": 0.25}
     TASK.build(options, tmp_path / "set", lambda *facts: None)
     splits = [open_split(tmp_path / "set", name) for name in ("train", "test")]

@@ -1,0 +1,61 @@
+"""What a user may fix about how this machine runs a recipe. None of it changes what is learned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from macbook_optimization.training_config_adapter import Checkpointing
+from trm.config.values import Count, Positive, PositiveOrZero, Section
+
+
+def _checkpointing(value: object) -> object:
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+
+
+class PlanSettings(Section):
+    """What a user may fix about how this machine runs the recipe. What is null is measured."""
+
+    backend: str = "pytorch"
+    """Backend to use."""
+    device: str = "cpu"
+    """Device to compute on."""
+    micro_batch_size: Count | None = None
+    """Examples computed at a time."""
+    threads: Count | None = None
+    """CPU threads."""
+    workers: Count | None = None
+    """Worker threads that share the CPU threads; each takes examples through the whole model."""
+    precision: Literal["float32", "bfloat16", "auto"] | None = None
+    """Precision of activations; `auto` measures which is faster, null takes the recipe's."""
+    gradient_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] | None = None
+    """Layers that are recomputed in the backward pass to save memory: `none`, `alternate` or `all`."""
+    allocator: Literal["system", "compact"] | None = None
+    """`compact` returns freed memory to the system immediately (Linux)."""
+    compile: bool | None = None
+    """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
+    faster."""
+
+
+class LimitSettings(Section):
+    """How much of the machine training may use, and how it reacts to pressure, heat and batteries."""
+
+    memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
+    """Memory budget in MiB; null for a share of what is available."""
+    memory_fraction: Annotated[Positive, Field(le=1)] = 0.8
+    """Share of the available memory to use when there is no limit."""
+    dynamic_batch_sizing: bool = True
+    """Lower the micro-batch size under memory pressure."""
+    memory_pressure_threshold: Annotated[Positive, Field(le=100)] = 90.0
+    """Percentage of memory in use above which the micro-batch size is lowered."""
+    garbage_collection_frequency: Count | None = None
+    """Steps between garbage collections; null collects only when the micro-batch size is lowered."""
+    low_battery_percent: Annotated[PositiveOrZero, Field(le=100)] = 10.0
+    """Save a checkpoint when the battery falls below this percentage."""
+    enable_thermal_monitoring: bool = True
+    """Pause briefly when the machine is too hot."""
+    thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None
+    """Temperature in degrees Celsius that counts as too hot; null relies on what the system reports."""
+    cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
+    """Length of such a pause in seconds."""
