@@ -67,12 +67,15 @@ VALUES = {
     "recipes show name": "sudoku-6x6",
     "recipes copy name": "sudoku-6x6",
     "email samples directory": "new",
+    "email mapping mail": "mailbox",
+    "email mapping out": "new",
     "email train mail": "mailbox",
     "email train run": "new-run",
     **{
         f"email {name} run": "mail-run"
-        for name in ("classify", "filter", "explain", "learn", "forget", "sort", "serve", "eval")
+        for name in ("classify", "filter", "explain", "learn", "forget", "sort", "serve", "eval", "export")
     },
+    "email export directory": "new",
     "email sort path": "mailbox",
     "email sort out": "new",
     "email serve socket_path": "new",

@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
 def test_importing_the_package_loads_neither_torch_nor_pydantic():
     code = "import sys, trm; print({'torch', 'pydantic', 'numpy', 'rich'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-    assert set(trm.__all__) == {"Answer", "Model", "Outcome", "load", "train"}
+    assert set(trm.__all__) == {"Answer", "Model", "Outcome", "load", "load_mail", "train"}
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         trm.trian  # noqa: B018
 

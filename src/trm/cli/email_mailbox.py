@@ -11,7 +11,7 @@ from macbook_optimization.json_types import JsonObject
 from macbook_optimization.output_files import HTML, OutputFile, check_new_directory
 from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import counted
-from trm.cli.common import PATH, OutputOption, force_option, json_option, show, showing
+from trm.cli.common import PATH, OutputOption, echo, force_option, json_option, show, showing
 from trm.cli.email_options import (
     SOURCES,
     error_option,
@@ -78,7 +78,7 @@ def sort(
         messages = messages_of([path], format_named(format_), display.update)
         copied = copy_sorted(classifier.decide(messages, max_error), out, dry_run)
     for key, reason in copied.left_out.items():
-        click.echo(f"warning: {key} is left out: {reason}", err=True)
+        echo(f"warning: {key} is left out: {reason}", err=True)
     facts = {"path": path, "out": str(out), "dry_run": dry_run, **_copied_facts(copied)}
     show(facts, as_json, _joined(_copied_lines(copied, out, dry_run)))
 

@@ -19,7 +19,7 @@ Sorts mail into {categories}. Trained with macbook-trm on {documents:,} messages
 import trm
 
 model = trm.load_mail("PATH OF THIS DIRECTORY")
-print(model.classify(open("message.eml", "rb").read()))
+decision = model.classify(open("message.eml", "rb").read())
 ```
 
 `trm email classify DIRECTORY MAIL` does the same on the command line. Nothing opens a network connection.
