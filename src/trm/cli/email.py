@@ -159,7 +159,7 @@ def classify(
 
     A question mark stands beside an answer that is unsure. With --json, one object per message.
     """
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with _classifier(run, jobs) as classifier:
         for read, decision in classifier.decide(messages_of(paths, _format(format_)), max_error):
@@ -202,7 +202,7 @@ def explain(
     """Show which words and fields decided about the first message of PATH."""
     from trm.mail.explain import as_html, as_text
     from trm.mail.explain import explain as find_reasons
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with _classifier(run, 1) as classifier:
         found = classifier.decide(messages_of([path], _format(format_)), max_error)
@@ -233,7 +233,7 @@ def learn(
     Takes seconds, needs no training, and can be taken back with `trm email forget`. Messages that are
     answered right already change nothing.
     """
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with _classifier(run, jobs) as classifier:
         learned, right = classifier.learn(messages_of(paths, _format(format_)), category)
@@ -249,7 +249,7 @@ def learn(
 def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> None:
     """Take back what `trm email learn` learned from the messages of PATHS."""
     from trm.mail.corrections import key_of
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with _classifier(run, 1) as classifier:
         forgotten = classifier.forget(key_of(each.raw) for each in messages_of(paths, _format(format_)))

@@ -18,7 +18,7 @@ from trm.mail.calibration import expected_calibration_error
 from trm.mail.deciding import DIRECTORY
 from trm.mail.fitting import Drift, Figures, TrainingSet, figures, fit_baseline, fit_model, measure_drift
 from trm.mail.model import DEFAULT_MAX_ERROR, MailModel, save_model
-from trm.mail.reading import Read, messages_of, read_features, training_features_of
+from trm.mail.reading import Read, read_features, training_features_of
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
 from trm.tasks.documents.labels import CategoryMap, LabelCounts, category_of, default_map
@@ -26,6 +26,7 @@ from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.mailboxes import Format
 from trm.tasks.documents.parse_pool import ParsePool
 from trm.tasks.documents.quality import QualityCounter, QualityReport
+from trm.tasks.documents.sources import messages_of
 from trm.tasks.documents.splits import SplitItem, SplitRules, choose_test
 
 
