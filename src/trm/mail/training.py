@@ -135,12 +135,12 @@ def _categorised(
     rows: list[int] = []
     items: list[SplitItem] = []
     for mail in collected.skipped:
-        counter.add(mail, None, "unknown", Fingerprint(b"", b""))
+        counter.add(mail, None, "unknown")
     for row, read in enumerate(collected.reads):
         mail = read.features.mail
         category = category_of(read.message.labels, mail.labels, mapping)
         mark = read.features.fingerprint or Fingerprint(b"", b"")
-        counter.add(mail, category, read.features.language, mark)
+        counter.add(mail, category, read.features.language)
         if category is not None:
             rows.append(row)
             items.append(SplitItem(read.message.key, category, mark, mail.date, mail.thread))
@@ -149,7 +149,8 @@ def _categorised(
             "No message has a category",
             hint="Use a directory whose folders are the categories, or a mapping (--mapping FILE).",
         )
-    return counter.report(), np.array(rows, dtype=np.int64), items
+    quality = counter.report(find_duplicates([item.fingerprint for item in items]))
+    return quality, np.array(rows, dtype=np.int64), items
 
 
 def _measure(model: MailModel, training: TrainingSet, test: TrainingSet, max_error: float) -> HeldOut | None:
