@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,9 @@ _FEATURE_SHARE = 0.25  # of the vocabulary at most
 _MIN_MAILS = 2  # that have a feature; one that is rarer says only which kind it is
 _MAX_LETTERS = 1000  # different characters that words are made of; the others are unknown
 _CHARACTERS_PER_TOKEN = 10  # read for each token that may be kept, spaces and punctuation included
-_TRAINING_TOKENS = 4096  # of a message that the vocabulary is trained on
+TRAINING_TOKENS = 4096  # of a message that the vocabulary is trained on
+_MAX_DIFFERENT_CHARACTERS = 1_300_000  # of different words: the library takes 110 to 120 bytes for each
+_MAX_DIFFERENT_FEATURES = 400_000  # that are counted at a time
 _LONG_CODE = 4
 _DIGIT = re.compile(r"\d")
 _START = "\u2581"  # begins a word. The library's own marks are numbered in random order, so we add this one
@@ -62,11 +64,11 @@ class MailTokenizer:
     features: dict[str, int]
 
     @classmethod
-    def train(cls, mails: Sequence[Mail], vocab_size: int) -> MailTokenizer:
+    def train(cls, mails: Iterable[Mail], vocab_size: int) -> MailTokenizer:
+        """Make a vocabulary of these messages, which are iterated over several times rather than held."""
         library = _library()
         known = _known_features(mails, int(_FEATURE_SHARE * vocab_size))
-        texts = [_text(mail) for mail in mails]
-        letters = _letters(texts, min(_MAX_LETTERS, vocab_size // 8))
+        letters = _letters(map(_text, mails), min(_MAX_LETTERS, vocab_size // 8))
         tokenizer = library.Tokenizer(library.models.BPE(unk_token=_MARKS[1]))
         tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
         trainer = library.trainers.BpeTrainer(
@@ -77,7 +79,7 @@ class MailTokenizer:
             special_tokens=[*_MARKS, *known],
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(_training_texts(mails), trainer)
         return cls._with(tokenizer)
 
     @classmethod
@@ -159,9 +161,14 @@ def padded(rows: Sequence[IntArray], length: int) -> tuple[IntArray, IntArray]:
 def _known_features(mails: Iterable[Mail], limit: int) -> list[str]:
     """Return one feature per kind for the rare ones, and those of several messages, most frequent first."""
     mails_with: Counter[str] = Counter()
+    kinds: set[str] = set()
     for mail in mails:
-        mails_with.update(set(features(mail)))
-    rare = sorted({_rare(name) for name in mails_with})
+        found = set(features(mail))
+        mails_with.update(found)
+        kinds.update(map(_rare, found))
+        if len(mails_with) > _MAX_DIFFERENT_FEATURES:  # forget those of one message so far
+            mails_with = Counter({name: count for name, count in mails_with.items() if count > 1})
+    rare = sorted(kinds)
     common = [(-count, name) for name, count in mails_with.items() if count >= _MIN_MAILS]
     return [*rare, *(name for _, name in sorted(common) if name not in rare)][:limit]
 
@@ -180,21 +187,43 @@ def _rare(feature: str) -> str:
     return f"{kind}:{_RARE}"
 
 
+def _training_texts(mails: Iterable[Mail]) -> Iterator[str]:
+    """Yield the texts, without new words when there have been enough different ones to fill memory."""
+    known: set[str] = set()
+    room = _MAX_DIFFERENT_CHARACTERS
+    for mail in mails:
+        text = _text(mail)
+        found = text.split(" ")
+        if room > 0:
+            new = set(found) - known
+            known |= new
+            room -= sum(map(len, new))
+            yield text
+        else:
+            yield " ".join(word for word in found if word in known)
+
+
 def _text(mail: Mail) -> str:
-    return f"{_subject(mail)} {_body(mail, _TRAINING_TOKENS)}"
+    return f"{_subject(mail)} {_body(mail, TRAINING_TOKENS)}"
 
 
 def _subject(mail: Mail) -> str:
     return _marked(words(mail.subject)[:MAX_SUBJECT_TOKENS])
 
 
+def bounded(mail: Mail, length: int = TRAINING_TOKENS) -> Mail:
+    """Return a message with only those parts of its text from which `length` tokens can be made."""
+    return replace(mail, text=_ends(mail.text, length))
+
+
 def _body(mail: Mail, length: int) -> str:
     """Return the words at the beginning and at the end from which tokens can be kept."""
-    text = mail.text
+    return _marked(words(_ends(mail.text, length)))
+
+
+def _ends(text: str, length: int) -> str:
     end = _CHARACTERS_PER_TOKEN * length
-    if len(text) > 2 * end:
-        text = f"{text[:end]} {text[-end:]}"
-    return _marked(words(text))
+    return text if len(text) <= 2 * end else f"{text[:end]} {text[-end:]}"
 
 
 def _marked(found: list[str]) -> str:
