@@ -60,9 +60,9 @@ def mapping(mail: tuple[str, ...], out: Path, format_: str, jobs: int | None, as
     It has every folder and label with its number of messages; common ones are in one of ten categories.
     """
     with showing("Reading the mail") as display:
-        from trm.mail.reading import messages_of
         from trm.tasks.documents.labels import LabelCounts, write_starter_map
         from trm.tasks.documents.parse_pool import parse_messages
+        from trm.tasks.documents.sources import messages_of
 
         check_new_directory(out)
         counts = LabelCounts()
@@ -162,7 +162,7 @@ def learn(
     Takes seconds, needs no training, and can be taken back with `trm email forget`. Messages that are
     answered right already change nothing.
     """
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with opened_classifier(run, jobs) as classifier:
         learned, right = classifier.learn(messages_of(paths, format_named(format_)), category)
@@ -178,7 +178,7 @@ def learn(
 def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> None:
     """Take back what `trm email learn` learned from the messages of PATHS."""
     from trm.mail.corrections import key_of
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with opened_classifier(run, 1) as classifier:
         forgotten = classifier.forget(key_of(each.raw) for each in messages_of(paths, format_named(format_)))

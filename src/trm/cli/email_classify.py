@@ -76,7 +76,7 @@ def classify(
     assert run is not None
     with opened_classifier(run, jobs, full=full) as classifier:
         from trm.mail.answers import answer_of
-        from trm.mail.reading import messages_of
+        from trm.tasks.documents.sources import messages_of
 
         for read, decision in classifier.decide(messages_of(paths, format_named(format_)), max_error):
             answer = answer_of(read, decision)
@@ -158,7 +158,7 @@ def explain(
     from trm.mail.answers import answer_of
     from trm.mail.explain import as_html, as_text
     from trm.mail.explain import explain as find_reasons
-    from trm.mail.reading import messages_of
+    from trm.tasks.documents.sources import messages_of
 
     with opened_classifier(run, 1) as classifier:
         found = classifier.decide(messages_of([path], format_named(format_)), max_error)

@@ -72,8 +72,8 @@ def sort(
         raise click.UsageError("--from-folder cannot be used with --out, which copies everything.")
     check_new_directory(out)
     with showing("Reading the mail") as display, opened_classifier(run, jobs) as classifier:
-        from trm.mail.reading import messages_of
         from trm.mail.sorted_copy import copy_sorted
+        from trm.tasks.documents.sources import messages_of
 
         messages = messages_of([path], format_named(format_), display.update)
         copied = copy_sorted(classifier.decide(messages, max_error), out, dry_run)
@@ -239,8 +239,8 @@ def evaluate(
         from trm.mail.evaluation import evaluate as compare
         from trm.mail.evaluation_html import as_html
         from trm.mail.evaluation_text import as_text
-        from trm.mail.reading import messages_of
         from trm.tasks.documents.labels import load_map
+        from trm.tasks.documents.sources import messages_of
 
         rules = None if mapping is None else load_map(mapping)
         messages = messages_of(paths, format_named(format_), display.update)

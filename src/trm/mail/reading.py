@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from trm.tasks.base import Progress
 from trm.tasks.documents.duplicates import Fingerprint, fingerprint
 from trm.tasks.documents.mail import Mail, parse_mail
-from trm.tasks.documents.mailboxes import Format, Message, num_source_bytes, read_messages
+from trm.tasks.documents.mailboxes import Message
 from trm.tasks.documents.parse_pool import Failure, ParsePool
 from trm.tasks.documents.quality import Language, language_of
 from trm.tasks.documents.tokens import bounded
@@ -60,20 +58,3 @@ def read_features(messages: Iterable[Message], pool: ParsePool[Features]) -> Ite
             yield Read(message, Features(Mail("skipped", result.reason), Counter()))
         else:
             yield Read(message, result)
-
-
-def messages_of(
-    sources: Iterable[str | Path], format: Format = "auto", progress: Progress | None = None
-) -> Iterator[Message]:
-    """Yield the messages of several sources, and report how many bytes were read."""
-    named = list(sources)
-    sizes = [num_source_bytes(source) or 0 for source in named]
-    done = 0
-    for source, size in zip(named, sizes, strict=True):
-        for message in read_messages(source, format):
-            if progress is not None:
-                progress("reading mail", done + message.end_offset, max(sum(sizes), 1))
-            yield message
-        done += size
-    if progress is not None:
-        progress("reading mail", max(sum(sizes), 1), max(sum(sizes), 1))

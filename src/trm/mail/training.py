@@ -24,7 +24,7 @@ from trm.mail.network_training import (
     NetworkOptions,
     add_network,
 )
-from trm.mail.reading import Read, messages_of, read_features, training_features_of
+from trm.mail.reading import Read, read_features, training_features_of
 from trm.mail.report import HeldOut, Report
 from trm.runs.directory import MAIL
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
@@ -34,6 +34,7 @@ from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.mailboxes import Format
 from trm.tasks.documents.parse_pool import ParsePool
 from trm.tasks.documents.quality import QualityCounter, QualityReport
+from trm.tasks.documents.sources import messages_of
 from trm.tasks.documents.splits import SplitItem, SplitRules, choose_test
 from trm.tasks.documents.tokens import TRAINING_TOKENS
 
@@ -177,12 +178,12 @@ def _categorised(
     rows: list[int] = []
     items: list[SplitItem] = []
     for mail in collected.skipped:
-        counter.add(mail, None, "unknown", Fingerprint(b"", b""))
+        counter.add(mail, None, "unknown")
     for row, read in enumerate(collected.reads):
         mail = read.features.mail
         category = category_of(read.message.labels, mail.labels, mapping)
         mark = read.features.fingerprint or Fingerprint(b"", b"")
-        counter.add(mail, category, read.features.language, mark)
+        counter.add(mail, category, read.features.language)
         if category is not None:
             rows.append(row)
             items.append(SplitItem(read.message.key, category, mark, mail.date, mail.thread))
@@ -191,7 +192,8 @@ def _categorised(
             "No message has a category",
             hint="Use a directory whose folders are the categories, or a mapping (--mapping FILE).",
         )
-    return counter.report(), np.array(rows, dtype=np.int64), items
+    quality = counter.report(find_duplicates([item.fingerprint for item in items]))
+    return quality, np.array(rows, dtype=np.int64), items
 
 
 def _measure(model: MailModel, material: Material, held_out: BoolArray, max_error: float) -> HeldOut | None:

@@ -149,8 +149,8 @@ class SplitWriter:
             self.difficulties.append(difficulties)
         self._add_lengths(lengths)
         self._write(inputs, labels)
-        ones = np.ones(len(inputs), dtype=np.int64)
-        self.identifiers.append(np.zeros(len(inputs), dtype=np.int64))
+        ones = np.broadcast_to(np.int64(1), len(inputs))  # takes no memory: there may be millions
+        self.identifiers.append(np.broadcast_to(np.int64(0), len(inputs)))
         self.examples_of_puzzle.append(ones)
         self.puzzles_of_group.append(ones)
 
@@ -184,8 +184,8 @@ class SplitWriter:
             file.write(self._header(name, total))
             file.close()
         self._save("all__puzzle_identifiers.npy", _joined(self.identifiers))
-        self._save("all__puzzle_indices.npy", np.cumsum([0, *examples]))
-        self._save("all__group_indices.npy", np.cumsum([0, *puzzles]))
+        self._save("all__puzzle_indices.npy", _cumulative(examples))
+        self._save("all__group_indices.npy", _cumulative(puzzles))
         if self.difficulties:
             self._save(DIFFICULTY, _joined(self.difficulties))
         if self.lengths:
@@ -233,6 +233,10 @@ def smallest_dtype(least: int, most: int) -> np.dtype[np.integer]:
 
 def _joined(parts: list[IntArray]) -> IntArray:
     return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
+
+
+def _cumulative(counts: IntArray) -> IntArray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
 
 
 def _write_json(path: Path, value: Any) -> None:

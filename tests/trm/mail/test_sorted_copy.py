@@ -9,10 +9,11 @@ from letters import TOPICS, letter, write_mailbox
 
 from trm.mail.deciding import open_classifier
 from trm.mail.model import Decision
-from trm.mail.reading import Features, Read, messages_of
+from trm.mail.reading import Features, Read
 from trm.mail.sorted_copy import copy_sorted
 from trm.tasks.documents import mailboxes
 from trm.tasks.documents.mail import Mail
+from trm.tasks.documents.sources import messages_of
 
 
 def decided(sources, category="work", unsure=False):

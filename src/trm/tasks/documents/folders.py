@@ -40,6 +40,14 @@ class Found:
     in_maildir: bool
     problem: str = ""  # why it cannot be read
 
+    def size_and_time(self) -> tuple[int, int]:
+        """Return bytes and nanoseconds; zeros if it cannot be read, or is gone: mail programs move files."""
+        try:
+            status = None if self.problem else self.path.stat()
+        except OSError:
+            status = None
+        return (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+
 
 def is_maildir(directory: Path) -> bool:
     return (directory / "cur").is_dir() or (directory / "new").is_dir()
@@ -78,48 +86,57 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _walk(root: Path) -> Iterator[Found]:
-    """Yield all files in the order of their names, without recursion."""
+    """Yield all files in the order of their names, without recursion.
+
+    Only names are kept of a directory: it may have a million files.
+    """
     inside = root.resolve()
     pending: list[tuple[Path, tuple[str, ...]]] = [(root, ())]
     while pending:
         directory, folder = pending.pop()
         try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+            directories, files = _names(directory)
         except OSError as error:
             yield Found(directory, f"{directory}/", folder, False, f"cannot be read: {error.strerror}")
             continue
-        maildir = any(entry.name in ("cur", "new") and _is_directory(entry) for entry in entries)
-        below: list[tuple[Path, tuple[str, ...]]] = []
-        for entry in entries:
-            path = Path(entry.path)
-            if _is_directory(entry):
-                if maildir and entry.name in ("cur", "new", "tmp"):
-                    continue
-                if maildir or not entry.name.startswith("."):
-                    below.append((path, (*folder, *_folder_names(entry.name))))
-            elif not maildir and not entry.name.startswith("."):
-                yield Found(path, str(path), folder, False, _problem(path, inside))
-        if maildir:
+        if "cur" in directories or "new" in directories:
             yield from maildir_files(directory, folder or ("Inbox",), inside)
-        pending.extend(reversed(below))
+            below = [name for name in directories if name not in ("cur", "new", "tmp")]
+        else:
+            for name in files:
+                if not name.startswith("."):
+                    path = directory / name
+                    yield Found(path, str(path), folder, False, _problem(path, inside))
+            below = [name for name in directories if not name.startswith(".")]
+        pending.extend((directory / name, (*folder, *_folder_names(name))) for name in reversed(below))
+
+
+def _names(directory: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the directories and of all other files in a directory, both sorted."""
+    directories: list[str] = []
+    files: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            (directories if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+    return sorted(directories), sorted(files)
 
 
 def maildir_files(directory: Path, folder: tuple[str, ...], inside: Path) -> Iterator[Found]:
     """Yield the messages of one folder, without those of its subfolders. Links may not leave `inside`."""
-    paths = [
-        path
-        for name in ("cur", "new")
-        if (directory / name).is_dir()
-        for path in (directory / name).iterdir()
-        if not path.name.startswith(".") and not path.is_dir()
-    ]
-    keyed = sorted((str(directory / unique_part(path.name)), path) for path in paths)
-    for key, path in keyed:
-        yield Found(path, key, folder, True, _problem(path, inside))
+    names: list[str] = []
+    for part in ("cur", "new"):
+        if (directory / part).is_dir():
+            names += [f"{part}/{name}" for name in _names(directory / part)[1] if not name.startswith(".")]
+    names.sort(key=_without_flags)
+    for name in names:
+        path = directory / name
+        if not path.is_dir():  # a link to one
+            yield Found(path, str(directory / _without_flags(name)), folder, True, _problem(path, inside))
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
+def _without_flags(name: str) -> str:
+    """Return the name of a message in a Maildir that stays when it is read, answered or moved to `cur`."""
+    return unique_part(name.partition("/")[2])
 
 
 def _problem(path: Path, inside: Path) -> str:

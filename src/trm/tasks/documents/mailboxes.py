@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Format = Literal["auto", "eml", "mbox", "maildir", "directory", "csv", "json", "jsonl"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+CONTINUABLE: tuple[Format, ...] = ("mbox", "jsonl")  # at the offset of a message
 STANDARD_INPUT = "-"
 _SNIFFED_BYTES = 64 * 2**10
 _SUFFIXES: dict[str, Format] = {
@@ -54,22 +56,26 @@ class Message:
     path: str = ""  # the file it is in
     end_offset: int = 0  # bytes of the source up to its end; where an mbox or JSON Lines file continues
     problem: str = ""  # why it could not be read
+    source: int = 0  # the number of its source, where there are several
 
 
-def read_messages(source: str | Path, format: Format = "auto", start_offset: int = 0) -> Iterator[Message]:
+def read_messages(
+    source: str | Path, format: Format = "auto", start_offset: int = 0, num_skipped: int = 0
+) -> Iterator[Message]:
     """Yield the messages of a file, a directory, or "-" for standard input.
 
-    `start_offset` continues an mbox or JSON Lines file after a message, with its `end_offset`.
+    `start_offset` continues an mbox or JSON Lines file after a message, with its `end_offset`. For all other
+    sources there is `num_skipped`, the messages to leave out; those of a directory are not even opened.
     """
     if str(source) == STANDARD_INPUT:
-        return read_stream(sys.stdin.buffer, STANDARD_INPUT, format)
+        return islice(read_stream(sys.stdin.buffer, STANDARD_INPUT, format), num_skipped, None)
     path = Path(source)
     found = detect_format(path) if format == "auto" else format
-    if start_offset and found not in ("mbox", "jsonl"):
+    if start_offset and found not in CONTINUABLE:
         raise DataError(f"{path} is read as {found}, which cannot be continued at byte {start_offset}.")
     if found in ("maildir", "directory"):
-        return _read_directory(path, found)
-    return _read_file(path, found, start_offset)
+        return _read_directory(path, found, num_skipped)
+    return islice(_read_file(path, found, start_offset), num_skipped, None)
 
 
 def read_maildir_folder(directory: Path, root: Path) -> Iterator[Message]:
@@ -120,7 +126,7 @@ def num_source_bytes(source: str | Path) -> int | None:
     path = Path(source)
     if not path.is_dir():
         return path.stat().st_size if path.exists() else 0
-    return sum(found.path.stat().st_size for found in find_files(path) if not found.problem)
+    return sum(found.size_and_time()[0] for found in find_files(path))
 
 
 def _is_json(line: bytes) -> bool:
@@ -185,19 +191,30 @@ def _single(stream: BinaryIO, key: str, path: str, labels: tuple[str, ...]) -> M
     return Message(key, raw, labels, path, size)
 
 
-def _read_directory(root: Path, format: Format) -> Iterator[Message]:
+def _read_directory(root: Path, format: Format, num_skipped: int) -> Iterator[Message]:
     num_files = num_bytes = num_in_maildirs = 0
     for found in find_files(root):
         num_files += 1
         num_in_maildirs += found.in_maildir
-        for message in _messages_of_file(found):
-            yield replace(message, end_offset=num_bytes + message.end_offset)
-        num_bytes += 0 if found.problem else found.path.stat().st_size
+        if num_skipped and not _may_be_mailbox(found):
+            num_skipped -= 1
+        else:
+            for message in _messages_of_file(found):
+                if num_skipped:
+                    num_skipped -= 1
+                else:
+                    yield replace(message, end_offset=num_bytes + message.end_offset)
+        num_bytes += found.size_and_time()[0]
     if num_files == 0 or (format == "maildir" and num_in_maildirs == 0):
         raise DataError(
             f"{root} has no mail that is read as {format}.",
             hint="Give an mbox, a Maildir with the directories cur and new, or a directory of .eml files.",
         )
+
+
+def _may_be_mailbox(found: Found) -> bool:
+    """Return whether a file may have several messages; any other has exactly one."""
+    return not found.in_maildir and is_mailbox_name(found.path)
 
 
 def _messages_of_file(found: Found) -> Iterator[Message]:
@@ -210,7 +227,7 @@ def _messages_of_file(found: Found) -> Iterator[Message]:
         yield Message(found.key, b"", labels, path, problem=str(error))
         return
     with closing(stream):
-        is_mailbox = not found.in_maildir and is_mailbox_name(found.path) and stream.read(5) == b"From "
+        is_mailbox = _may_be_mailbox(found) and stream.read(5) == b"From "
         stream.seek(0)
         if not is_mailbox:
             yield _single(stream, found.key, path, labels)

@@ -97,7 +97,8 @@ def _message(buffer: bytearray, end: int, limit: int) -> bytes | None:
         return b""
     if end - start > limit:
         return None
-    raw = bytes(buffer[start:end])
+    with memoryview(buffer) as view:  # a slice of the buffer itself would be a second copy
+        raw = bytes(view[start:end])
     for empty_line in (b"\n\r\n", b"\n\n"):
         if raw.endswith(empty_line):
             raw = raw[: 1 - len(empty_line)]

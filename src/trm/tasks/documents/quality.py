@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from macbook_optimization.json_types import JsonObject
-from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
-from trm.tasks.documents.mail import VERDICTS, Mail
+from trm.tasks.documents.duplicates import Groups
+from trm.tasks.documents.mail import VERDICTS, Mail, Verdict
 from trm.tasks.documents.words import is_turkish, words
 
 Language = Literal["English", "Turkish", "other", "unknown"]
@@ -89,6 +89,19 @@ class QualityReport:
         return "\n".join(_lines(self))
 
 
+class Judged(Protocol):
+    """What is counted of a message."""
+
+    @property
+    def verdict(self) -> Verdict: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def is_empty(self) -> bool: ...
+
+
 @dataclass(slots=True)
 class QualityCounter:
     """Collects the report while messages are read."""
@@ -99,25 +112,23 @@ class QualityCounter:
     num_without_category: int = 0
     num_empty: int = 0
     languages: Counter[str] = field(default_factory=Counter)
-    fingerprints: list[Fingerprint] = field(default_factory=list)
 
-    def add(self, mail: Mail, category: str | None, language: Language, fingerprint: Fingerprint) -> None:
-        """Count a message. Only those that are used, with a category, count for anything but the verdict."""
-        self.verdicts[mail.verdict] += 1
+    def add(self, mail: Judged, category: str | None, language: Language, count: int = 1) -> None:
+        """Count messages. Only those that are used, with a category, count for anything but the verdict."""
+        self.verdicts[mail.verdict] += count
         if mail.reason:
-            self.reasons.setdefault(mail.verdict, Counter())[mail.reason] += 1
+            self.reasons.setdefault(mail.verdict, Counter())[mail.reason] += count
         if mail.verdict == "skipped":
             return
         if category is None:
-            self.num_without_category += 1
+            self.num_without_category += count
             return
-        self.categories[category] += 1
-        self.num_empty += mail.is_empty
-        self.languages[language] += 1
-        self.fingerprints.append(fingerprint)
+        self.categories[category] += count
+        self.num_empty += count * mail.is_empty
+        self.languages[language] += count
 
-    def report(self) -> QualityReport:
-        groups = find_duplicates(self.fingerprints)
+    def report(self, groups: Groups) -> QualityReport:
+        """Return the report, with the copies among the messages that are used."""
         return QualityReport(
             num_messages=self.verdicts.total(),
             verdicts={name: self.verdicts[name] for name in VERDICTS},

@@ -7,15 +7,16 @@ the other. A split depends on the seed and on what the messages say, not on thei
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from macbook_optimization.errors import ConfigError
-from trm.arrays import BoolArray, IntArray
+from trm.arrays import BoolArray, FloatArray, IntArray, IntegerArray, WordArray
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates, join, roots
 
 Method = Literal["random", "time", "thread"]
@@ -40,82 +41,144 @@ class SplitItem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Messages that stay together."""
+class SplitTable:
+    """What a split needs of messages, one row each: a large mailbox has millions."""
 
-    name: bytes  # of its content
-    members: list[int]
-    category: str
-    date: float | None  # of its oldest message
+    name_of: Callable[[int], bytes]  # of what a message says: its digest, or its key if it has no words
+    copies: IntArray  # the first message of those that are copies of each other
+    categories: IntegerArray  # numbered in the order of their names
+    dates: FloatArray  # NaN where it is not known; only for a split by time
+    threads: WordArray  # from `thread_number`; only for a split by thread
+
+    @classmethod
+    def of(cls, items: Sequence[SplitItem]) -> SplitTable:
+        number_of = {name: number for number, name in enumerate(sorted({item.category for item in items}))}
+        return cls(
+            lambda row: items[row].fingerprint.digest or name_without_words(items[row].key),
+            find_duplicates([item.fingerprint for item in items]).near,
+            np.array([number_of[item.category] for item in items], dtype=np.int64),
+            np.array([np.nan if item.date is None else item.date for item in items], dtype=np.float64),
+            np.array([thread_number(item.thread) for item in items], dtype=np.uint64),
+        )
+
+
+def name_without_words(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
+
+
+def thread_number(thread: str) -> int:
+    """Return a number of 64 bits, equal for equal threads; 0 for a message without."""
+    if not thread:
+        return 0
+    content = thread.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") or 1
 
 
 def choose_test(items: Sequence[SplitItem], rules: SplitRules) -> BoolArray:
     """Return which messages are in the test set."""
+    return choose_rows(SplitTable.of(items), rules)
+
+
+def choose_rows(table: SplitTable, rules: SplitRules) -> BoolArray:
+    """Return which rows are in the test set."""
     if not 0 < rules.test_share < 1:
         raise ConfigError(f"The share of the test set is {rules.test_share}: it should be between 0 and 1.")
-    groups = _groups(items, by_thread=rules.method == "thread")
-    chosen = _newest(groups, rules.test_share) if rules.method == "time" else _stratified(groups, rules)
-    is_test = np.zeros(len(items), dtype=np.bool_)
-    is_test[chosen] = True
+    groups = _Groups.of(table, by_thread=rules.method == "thread")
+    is_chosen = np.zeros(len(groups.sizes), dtype=np.bool_)
+    is_chosen[_newest(groups, rules.test_share) if rules.method == "time" else _stratified(groups, rules)] = (
+        True
+    )
+    is_test: BoolArray = is_chosen[groups.of_row]
     return is_test
 
 
-def _groups(items: Sequence[SplitItem], by_thread: bool) -> list[_Group]:
-    parents = find_duplicates([item.fingerprint for item in items]).near.tolist()
-    if by_thread:
-        firsts: dict[str, int] = {}
-        for number, item in enumerate(items):
-            if item.thread:
-                join(parents, firsts.setdefault(item.thread, number), number)
-    return [_group(items, members) for members in _members(roots(parents))]
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Messages that stay together, in the order of their first messages."""
+
+    table: SplitTable
+    of_row: NDArray[np.int32]  # the group of each message
+    rows: NDArray[np.int32]  # the messages of the first group, those of the second, and so on
+    starts: IntArray  # of the groups in `rows`
+    sizes: IntArray
+
+    @classmethod
+    def of(cls, table: SplitTable, by_thread: bool) -> _Groups:
+        firsts = _with_threads(table) if by_thread else table.copies
+        is_first = firsts == np.arange(len(firsts))
+        of_row = (np.cumsum(is_first, dtype=np.int32) - 1)[firsts]
+        sizes = np.bincount(of_row)
+        rows = np.argsort(of_row, kind="stable").astype(np.int32)
+        return cls(table, of_row, rows, np.cumsum(sizes) - sizes, sizes)
+
+    def members(self, group: int) -> NDArray[np.int32]:
+        start = self.starts[group]
+        return self.rows[start : start + self.sizes[group]]
+
+    def name(self, group: int) -> bytes:
+        return min(map(self.table.name_of, self.members(group).tolist()))
+
+    def categories(self) -> IntegerArray:
+        """Return the most frequent category of each group; of several, the first by name."""
+        found: IntegerArray = self.table.categories[self.rows[self.starts]]
+        for group in np.flatnonzero(self.sizes > 1).tolist():
+            found[group] = np.bincount(self.table.categories[self.members(group)]).argmax()
+        return found
+
+    def dates(self) -> FloatArray:
+        """Return the date of each group's oldest message. A group with an undated one may be older: NaN."""
+        oldest: FloatArray = np.minimum.reduceat(self.table.dates[self.rows], self.starts)
+        return oldest
 
 
-def _members(groups: IntArray) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-    for number, group in enumerate(groups.tolist()):
-        found.setdefault(group, []).append(number)
-    return list(found.values())
+def _with_threads(table: SplitTable) -> NDArray[np.int32]:
+    """Return the first message of those that are copies of each other or in one conversation."""
+    parents = table.copies.astype(np.int32)
+    forest = parents.data
+    rows = np.argsort(table.threads, kind="stable")
+    rows = rows[table.threads[rows] > 0]
+    is_same = table.threads[rows[1:]] == table.threads[rows[:-1]]
+    for one, other in zip(rows[:-1][is_same].tolist(), rows[1:][is_same].tolist(), strict=True):
+        join(forest, one, other)
+    return roots(parents)
 
 
-def _group(items: Sequence[SplitItem], members: list[int]) -> _Group:
-    name = min(items[number].fingerprint.digest or items[number].key.encode() for number in members)
-    categories = Counter(items[number].category for number in members)
-    category = min(categories, key=lambda name: (-categories[name], name))
-    dates = [date for number in members if (date := items[number].date) is not None]
-    # A group with an undated message may be older than it seems.
-    return _Group(name, members, category, min(dates) if len(dates) == len(members) else None)
-
-
-def _stratified(groups: list[_Group], rules: SplitRules) -> list[int]:
+def _stratified(groups: _Groups, rules: SplitRules) -> list[int]:
     """Take groups in an order given by the seed, until each category has its share."""
+    num_groups = len(groups.sizes)
+    keys = (_order(rules.seed, groups.name(group)) for group in range(num_groups))
+    order = np.argsort(np.fromiter(keys, dtype=np.uint64, count=num_groups), kind="stable")
+    categories = groups.categories()[order]
+    by_category = order[np.argsort(categories, kind="stable")]
     chosen: list[int] = []
-    by_category: dict[str, list[_Group]] = {}
-    for group in sorted(groups, key=lambda group: _order(rules.seed, group.name)):
-        by_category.setdefault(group.category, []).append(group)
-    for own in by_category.values():
-        wanted = rules.test_share * sum(len(group.members) for group in own)
+    for own in np.split(by_category, np.bincount(categories).cumsum()[:-1]):
+        wanted = rules.test_share * int(groups.sizes[own].sum())
         num_chosen = 0
-        for group in own:
-            if num_chosen + len(group.members) / 2 <= wanted:  # nearer to the share with it than without
-                chosen += group.members
-                num_chosen += len(group.members)
+        for group, size in zip(own.data, groups.sizes[own].data, strict=True):
+            if num_chosen + size / 2 <= wanted:  # nearer to the share with it than without
+                chosen.append(group)
+                num_chosen += size
     return chosen
 
 
-def _newest(groups: list[_Group], share: float) -> list[int]:
+def _newest(groups: _Groups, share: float) -> list[int]:
     """Take the newest groups. Those without a date are not in the test set."""
-    wanted = share * sum(len(group.members) for group in groups)
-    dated = sorted(
-        (group for group in groups if group.date is not None),
-        key=lambda group: (-(group.date or 0.0), group.name),
-    )
+    wanted = share * len(groups.of_row)
+    dates = groups.dates()
+    newest_first = np.argsort(-dates, kind="stable")  # NaN comes last
+    newest_first = newest_first[: np.count_nonzero(~np.isnan(dates))]
     chosen: list[int] = []
-    for group in dated:
-        if len(chosen) + len(group.members) / 2 > wanted:
-            break
-        chosen += group.members
+    num_chosen = 0
+    for _, same_date in groupby(newest_first.data, key=lambda group: float(dates[group])):
+        for group in sorted(same_date, key=groups.name):
+            size = int(groups.sizes[group])
+            if num_chosen + size / 2 > wanted:
+                return chosen
+            chosen.append(group)
+            num_chosen += size
     return chosen
 
 
-def _order(seed: int, name: bytes) -> bytes:
-    return hashlib.blake2b(seed.to_bytes(8, "little", signed=True) + name, digest_size=8).digest()
+def _order(seed: int, name: bytes) -> int:
+    content = seed.to_bytes(8, "little", signed=True) + name
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

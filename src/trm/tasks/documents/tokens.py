@@ -40,6 +40,8 @@ MIN_MAILS = 2  # that have a feature; one that is rarer says only which kind it 
 _MAX_LETTERS = 1000  # different characters that words are made of; the others are unknown
 _CHARACTERS_PER_TOKEN = 10  # read for each token that may be kept, spaces and punctuation included
 TRAINING_TOKENS = 4096  # of a message that the vocabulary is trained on
+_MAX_DIFFERENT_CHARACTERS = 1_300_000  # of different words: the library takes 110 to 120 bytes for each
+_MAX_DIFFERENT_FEATURES = 400_000  # that are counted at a time
 _LONG_CODE = 4
 _DIGIT = re.compile(r"\d")
 _START = "\u2581"  # begins a word. The library's own marks are numbered in random order, so we add this one
@@ -76,12 +78,14 @@ class MailTokenizer:
     features: dict[str, int]
 
     @classmethod
-    def train(cls, mails: Sequence[Mail], vocab_size: int, min_mails: int = MIN_MAILS) -> MailTokenizer:
-        """Make a vocabulary. A header feature that fewer than `min_mails` messages have is not in it."""
+    def train(cls, mails: Iterable[Mail], vocab_size: int, min_mails: int = MIN_MAILS) -> MailTokenizer:
+        """Make a vocabulary of these messages, which are iterated over several times rather than held.
+
+        A header feature that fewer than `min_mails` messages have is not in it.
+        """
         library = _library()
         known = _known_features(mails, int(_FEATURE_SHARE * vocab_size), min_mails)
-        texts = [_text(mail) for mail in mails]
-        letters = _letters(texts, min(_MAX_LETTERS, vocab_size // 8))
+        letters = _letters(map(_text, mails), min(_MAX_LETTERS, vocab_size // 8))
         tokenizer = library.Tokenizer(library.models.BPE(unk_token=_MARKS[1]))
         tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
         trainer = library.trainers.BpeTrainer(
@@ -92,7 +96,7 @@ class MailTokenizer:
             special_tokens=[*_MARKS, *known],
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(_training_texts(mails), trainer)
         return cls._with(tokenizer)
 
     @classmethod
@@ -178,9 +182,14 @@ def padded(rows: Sequence[IntArray], length: int) -> tuple[IntArray, IntArray]:
 def _known_features(mails: Iterable[Mail], limit: int, min_mails: int) -> list[str]:
     """Return one feature per kind for the rare ones, and those of several messages, most frequent first."""
     mails_with: Counter[str] = Counter()
+    kinds: set[str] = set()
     for mail in mails:
-        mails_with.update(set(features(mail)))
-    rare = sorted({_rare(name) for name in mails_with})
+        found = set(features(mail))
+        mails_with.update(found)
+        kinds.update(map(_rare, found))
+        if len(mails_with) > _MAX_DIFFERENT_FEATURES:  # forget those of one message so far
+            mails_with = Counter({name: count for name, count in mails_with.items() if count > 1})
+    rare = sorted(kinds)
     common = [(-count, name) for name, count in mails_with.items() if count >= min_mails]
     return [*rare, *(name for _, name in sorted(common) if name not in rare)][:limit]
 
@@ -197,6 +206,22 @@ def _letters(texts: Iterable[str], limit: int) -> list[str]:
 def _rare(feature: str) -> str:
     kind, _, _ = feature.partition(":")
     return f"{kind}:{_RARE}"
+
+
+def _training_texts(mails: Iterable[Mail]) -> Iterator[str]:
+    """Yield the texts, without new words when there have been enough different ones to fill memory."""
+    known: set[str] = set()
+    room = _MAX_DIFFERENT_CHARACTERS
+    for mail in mails:
+        text = _text(mail)
+        found = text.split(" ")
+        if room > 0:
+            new = set(found) - known
+            known |= new
+            room -= sum(map(len, new))
+            yield text
+        else:
+            yield " ".join(word for word in found if word in known)
 
 
 def _text(mail: Mail) -> str:
