@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, Command, json_option, show, showing, with_options
 
@@ -139,7 +140,7 @@ def build_arc(
     show(
         facts,
         as_json,
-        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test example')}",
+        f"{out}: {facts['train']:,} training and {counted(facts['test'], 'test example')}",
     )
 
 
@@ -166,14 +167,17 @@ def build_email(
     as_json: bool,
     **options: object,
 ) -> None:
-    """Build a dataset of tokens from mail, for the recursive path. Its vocabulary is made of this mail."""
+    """Build a dataset of tokens from mail, for the recursive path. Its vocabulary is made of this mail.
+
+    A report says what the mail is like. If the import is interrupted, the same command continues it.
+    """
     options["from"] = list(sources)
     options["mapping"] = None if mapping is None else str(mapping)
     facts = _build("email", options, out, jobs)
     show(
         facts,
         as_json,
-        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test message')}",
+        f"{out}: {facts['train']:,} training and {counted(facts['test'], 'test message')}",
     )
 
 
@@ -186,19 +190,19 @@ def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -
     return given
 
 
-def _show_grids(facts: Mapping[str, str | int], size: int, as_json: bool) -> None:
-    counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test puzzle')}"
+def _show_grids(facts: JsonObject, size: int, as_json: bool) -> None:
+    counts = f"{facts['train']:,} training and {counted(facts['test'], 'test puzzle')}"
     show(facts, as_json, f"{facts['path']}: {counts}, {size}x{size}")
 
 
-def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> dict[str, str | int]:
+def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> JsonObject:
     with showing("Building the dataset") as display:
         from macbook_optimization.performance_reporting import available_cores
         from trm.tasks.dataset import SPLITS, open_split
-        from trm.tasks.registry import load_task
+        from trm.tasks.registry import build_dataset, load_task
 
-        load_task(task).build(options, out, display.update, jobs or available_cores())
-    return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}}
+        facts = build_dataset(load_task(task), options, out, display, jobs or available_cores())
+    return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}, **facts}
 
 
 @data.command()

@@ -16,7 +16,7 @@ from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, open_run, set_aside
 from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
-from trm.tasks.registry import TASK_NAMES, load_task
+from trm.tasks.registry import TASK_NAMES, build_dataset, load_task
 from trm.training.log import show_plan
 from trm.training.start import Digests, data_manager, open_splits
 from trm.training.state import PLAN_FACTS
@@ -109,7 +109,7 @@ def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
         display.message(f"There is no {config.data.path} yet; building it.")
         display.status("Building the dataset")
         jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
-        task.build(config.data.build, config.data.path, display.update, jobs)
+        build_dataset(task, config.data.build, config.data.path, display, jobs)
 
 
 def _with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from macbook_optimization.dataset_files import BUILD_FILE, MAX_JSON_BYTES
 from macbook_optimization.errors import DataError
+from macbook_optimization.input_files import read_json
+from macbook_optimization.json_types import JsonObject
+from macbook_optimization.memory_readings import return_freed_memory
+from macbook_optimization.output_files import check_new_directory
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import parse_section
+from trm.display import Display, ProgressOnly
 from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.dataset_writer import DatasetWriter
-from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
+from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, Part, collect_documents
+from trm.tasks.documents.importing import CHECKPOINT_SECONDS, identity_of, import_mail
 from trm.tasks.documents.mail import Mail
+from trm.tasks.documents.spool import open_spool, remove_spool
 from trm.tasks.documents.tokens import (
     FILE_NAME,
     SEP_TOKEN,
@@ -32,6 +40,7 @@ from trm.tasks.metrics import ACCURACY, Classification
 
 LABELLED_POSITION = 0  # of [CLS]
 _ROWS_AT_A_TIME = 1000
+_CHARACTERS_AT_A_TIME = 2**21
 
 
 def write_documents(
@@ -41,31 +50,67 @@ def write_documents(
     progress: Progress = lambda what, done, total: None,
 ) -> MailTokenizer:
     """Train a tokenizer on the training split, and write both splits as a dataset."""
-    if len(documents.categories) < 2:
-        raise DataError(f"A classifier needs two categories or more; there is {documents.categories}")
-    unknown = sorted(
-        {each.category for each in (*documents.train, *documents.test)} - set(documents.categories)
-    )
-    if unknown:
-        raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
+    categories = documents.categories
+    if len(categories) < 2:
+        raise DataError(f"A classifier needs two categories or more; there is {categories}")
     progress("training the tokenizer", 0, 1)
-    tokenizer = MailTokenizer.train([each.mail for each in documents.train], settings.vocab_size)
+    mails = _Mails(documents.train if documents.sample is None else documents.sample)
+    tokenizer = MailTokenizer.train(mails, settings.vocab_size)
+    return_freed_memory()
     progress("training the tokenizer", 1, 1)
-    made_by = {"task": EmailTask.name, "options": settings.model_dump(mode="json")}
-    spec = spec_of(settings, documents.categories)
-    with DatasetWriter(directory, made_by) as writer:
+    spec = spec_of(settings, categories)
+    with DatasetWriter(directory, _made_by(settings)) as writer:
         for name, chosen in (("train", documents.train), ("test", documents.test)):
             split = writer.split(name, spec, IGNORE_LABEL)
-            for start in range(0, len(chosen), _ROWS_AT_A_TIME):
-                progress(f"writing {name}", start, len(chosen))
-                part = chosen[start : start + _ROWS_AT_A_TIME]
+            num_written = 0
+            for part in _batches(chosen):
+                progress(f"writing {name}", num_written, len(chosen))
                 tokens, lengths = padded(
                     tokenizer.encode([each.mail for each in part], settings.length), settings.length
                 )
-                split.add_examples(tokens, _labels(part, documents.categories, tokens), lengths=lengths)
+                split.add_examples(tokens, _labels(part, categories, tokens), lengths=lengths)
+                num_written += len(part)
             progress(f"writing {name}", len(chosen), len(chosen))
         writer.write_json(FILE_NAME, json.loads(tokenizer.to_json()))
     return tokenizer
+
+
+def _made_by(settings: TokenOptions) -> JsonObject:
+    return {"task": EmailTask.name, "options": settings.model_dump(mode="json")}
+
+
+def _build_facts(directory: Path) -> JsonObject:
+    """Return how a dataset was built, or nothing if there is none."""
+    try:
+        facts: JsonObject = read_json(directory / BUILD_FILE, MAX_JSON_BYTES)
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mails:
+    """The messages of some documents, which may be on disk."""
+
+    documents: Part
+
+    def __iter__(self) -> Iterator[Mail]:
+        return (document.mail for document in self.documents)
+
+
+def _batches(documents: Part) -> Iterator[list[Document]]:
+    """Yield documents a thousand at a time, or fewer if they are long: their tokens are all in memory."""
+    batch: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.mail.text)
+        if len(batch) == _ROWS_AT_A_TIME or num_characters > _CHARACTERS_AT_A_TIME:
+            yield batch
+            batch = []
+            num_characters = 0
+    if batch:
+        yield batch
 
 
 def spec_of(settings: TokenOptions, categories: tuple[str, ...]) -> DataSpec:
@@ -87,6 +132,9 @@ def questions(tokenizer: MailTokenizer, mails: Sequence[Mail], length: int) -> I
 
 
 def _labels(part: Sequence[Document], categories: tuple[str, ...], tokens: IntArray) -> IntArray:
+    unknown = sorted({each.category for each in part} - set(categories))
+    if unknown:
+        raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
     labels = np.full_like(tokens, IGNORE_LABEL)
     labels[:, LABELLED_POSITION] = [categories.index(each.category) for each in part]
     return labels
@@ -96,11 +144,27 @@ class EmailTask:
     name = "email"
     num_draws = 0
     primary_metric = ACCURACY
+    checkpoint_seconds = CHECKPOINT_SECONDS
 
     def build(self, options: Options, directory: Path, progress: Progress, jobs: int = 1) -> None:
+        self.build_shown(options, directory, ProgressOnly(progress), jobs)
+
+    def build_shown(self, options: Options, directory: Path, display: Display, jobs: int = 1) -> JsonObject:
+        """Import the mail, show what it is like, and write the dataset; continue an interrupted import."""
         settings = parse_section(MailBuildOptions, options, "data.build")
-        documents = collect_documents(settings, progress, jobs)
-        write_documents(documents, directory, settings, progress)
+        spooled = Path(f"{directory}.import")
+        if _made_by(settings).items() <= _build_facts(directory).items():  # killed just before the end
+            remove_spool(spooled)
+        check_new_directory(directory)
+        identity = identity_of(settings.source, settings.length)
+        with open_spool(spooled, identity, display.message) as spool:
+            import_mail(spool, settings.source, display, jobs, self.checkpoint_seconds)
+            return_freed_memory()
+            documents, report = collect_documents(spool, settings, display)
+            return_freed_memory()
+            write_documents(documents, directory, settings, display.update)
+            remove_spool(spooled)
+        return {"quality": report.to_json()}
 
     def check_options(self, options: Options) -> None:
         parse_section(MailBuildOptions, options, "data.build")
