@@ -37,3 +37,13 @@ class Silent:
 
     def message(self, text: str) -> None:
         return None
+
+
+class ProgressOnly(Silent):
+    """A display that passes progress on, and shows nothing else."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self.progress = progress
+
+    def update(self, what: str, done: int, total: int, *facts: str) -> None:
+        self.progress(what, done, total)

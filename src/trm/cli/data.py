@@ -10,6 +10,7 @@ from typing import cast
 
 import click
 
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, Command, json_option, show, showing, with_options
 
@@ -140,7 +141,7 @@ def build_arc(
     show(
         facts,
         as_json,
-        f"{out}: {facts['train']:,} training and {counted(int(facts['test']), 'test example')}",
+        f"{out}: {facts['train']:,} training and {counted(facts['test'], 'test example')}",
     )
 
 
@@ -175,7 +176,10 @@ def mail_options(command: Command) -> Command:
 @click.option("--test-share", type=float, default=0.15, show_default=True, help="Share of the test set.")
 @mail_options
 def build_email(mapping: Path | None, out: Path, jobs: int | None, as_json: bool, **options: object) -> None:
-    """Build a dataset of tokens from mail, for the recursive path."""
+    """Build a dataset of tokens from mail, for the recursive path.
+
+    A report says what the mail is like. If the import is interrupted, the same command continues it.
+    """
     settings = {**_mail_options(options), "mapping": None if mapping is None else str(mapping)}
     _show_mail(_build("email", settings, out, jobs), as_json)
 
@@ -199,7 +203,7 @@ def _mail_options(options: Mapping[str, object]) -> dict[str, object]:
     return given
 
 
-def _show_mail(facts: Mapping[str, str | int], as_json: bool) -> None:
+def _show_mail(facts: JsonObject, as_json: bool) -> None:
     counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test message')}"
     show(facts, as_json, f"{facts['path']}: {counts}")
 
@@ -213,20 +217,19 @@ def _grid_options(options: Mapping[str, object], file: Path | None, size: int) -
     return given
 
 
-def _show_grids(facts: Mapping[str, str | int], size: int, as_json: bool) -> None:
-    counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test puzzle')}"
+def _show_grids(facts: JsonObject, size: int, as_json: bool) -> None:
+    counts = f"{facts['train']:,} training and {counted(facts['test'], 'test puzzle')}"
     show(facts, as_json, f"{facts['path']}: {counts}, {size}x{size}")
 
 
-def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> dict[str, str | int]:
+def _build(task: str, options: Mapping[str, object], out: Path, jobs: int | None) -> JsonObject:
     with showing("Building the dataset") as display:
         from macbook_optimization.performance_reporting import available_cores
-        from trm.display import building
         from trm.tasks.dataset import SPLITS, open_split
-        from trm.tasks.registry import load_task
+        from trm.tasks.registry import build_dataset, load_task
 
-        load_task(task).build(options, out, building(display), jobs or available_cores())
-    return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}}
+        facts = build_dataset(load_task(task), options, out, display, jobs or available_cores())
+    return {"path": str(out), **{name: len(open_split(out, name)) for name in SPLITS}, **facts}
 
 
 @data.command()

@@ -61,15 +61,17 @@ def mapping(mail: tuple[str, ...], out: Path, format_: str, jobs: int | None, as
     """
     with showing("Reading the mail") as display:
         from trm.tasks.documents.labels import LabelCounts, write_starter_map
-        from trm.tasks.documents.parse_pool import parse_messages
+        from trm.tasks.documents.mail import parse_mail
+        from trm.tasks.documents.parse_pool import Failure, ParsePool
         from trm.tasks.documents.sources import messages_of
 
         check_new_directory(out)
         counts = LabelCounts()
         messages = messages_of(mail, format_named(format_), display.update)
-        for message, parsed in parse_messages(messages, num_jobs(jobs)):
-            if parsed.verdict != "skipped":
-                counts.add(message.labels, parsed.labels)
+        with ParsePool(parse_mail, num_jobs(jobs)) as pool:
+            for message, parsed in pool.map(messages):
+                if not isinstance(parsed, Failure) and parsed.verdict != "skipped":
+                    counts.add(message.labels, parsed.labels)
         write_starter_map(out, counts)
     facts = {"path": str(out), "messages": counts.num_messages}
     described = f"{out} describes {counted(counts.num_messages, 'message')}."

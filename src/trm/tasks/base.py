@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.arrays import Float32Array, FloatArray, IntArray
 from trm.batch import Batch
+from trm.display import Display
 
 if TYPE_CHECKING:
     from trm.tasks.dataset import Split
@@ -133,6 +134,15 @@ class Task(Protocol):
 
     def scorer(self, split: Split) -> Scorer:
         """Return a new scorer for answers to this split."""
+        ...
+
+
+@runtime_checkable
+class ShowsBuild(Protocol):
+    """A task whose `build` has more to say than how much is done."""
+
+    def build_shown(self, options: Options, directory: Path, display: Display, jobs: int = 1) -> JsonObject:
+        """Build as `build` does, and return facts about what was built."""
         ...
 
 

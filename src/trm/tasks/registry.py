@@ -1,4 +1,4 @@
-"""The known tasks, in one table."""
+"""The known tasks, in one table, and how a dataset of any task is built."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import cast
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.json_types import JsonObject
 from trm.config import did_you_mean
-from trm.tasks.base import Task
+from trm.display import Display, building
+from trm.tasks.base import Options, ShowsBuild, Task
 
 _MODULES = {  # imported on demand
     "sudoku": "trm.tasks.grids.sudoku",
@@ -46,3 +48,11 @@ def _task_of_file(path: Path) -> Task:
     if task is None:
         raise ConfigError(f"{path} defines no TASK", hint="docs/tasks.md shows what such a file looks like.")
     return task
+
+
+def build_dataset(task: Task, options: Options, directory: Path, display: Display, jobs: int) -> JsonObject:
+    """Build a dataset, and return what its task reports about it."""
+    if isinstance(task, ShowsBuild):
+        return task.build_shown(options, directory, display, jobs)
+    task.build(options, directory, building(display), jobs)
+    return {}

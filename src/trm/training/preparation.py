@@ -10,14 +10,14 @@ from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
 from trm.backends.bounds import check_inference, check_training, smallest_program
 from trm.config import RunConfig, differences
-from trm.display import Display, Silent, building
+from trm.display import Display, Silent
 from trm.plan import Plan
 from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, is_run, open_run, set_aside
 from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
 from trm.tasks.dataset import complete_spec
-from trm.tasks.registry import TASK_NAMES, load_task
+from trm.tasks.registry import TASK_NAMES, build_dataset, load_task
 from trm.training.finished import finished_outcome
 from trm.training.log import show_plan
 from trm.training.loop import Outcome
@@ -120,7 +120,7 @@ def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
     if config.data.build is not None and not config.data.path.exists():
         display.message(f"There is no {config.data.path} yet; building it.")
         jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
-        task.build(config.data.build, config.data.path, building(display), jobs)
+        build_dataset(task, config.data.build, config.data.path, display, jobs)
 
 
 def _with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:

@@ -12,14 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.json_types import JsonObject
+from macbook_optimization.memory_readings import return_freed_memory
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import parse_section
+from trm.display import Display, ProgressOnly
 from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
+from trm.tasks.documents.importing import CHECKPOINT_SECONDS, imported, spool_of
+from trm.tasks.documents.spool import remove_spool
 from trm.tasks.documents.tokens import SEP_TOKEN, MailTokenizer, TokenOptions, padded
-from trm.tasks.documents.writing import Form, HasMailVocabulary, write_mail
+from trm.tasks.documents.writing import Form, HasMailVocabulary, check_vocabulary, is_built, write_mail
 from trm.tasks.metrics import ACCURACY, Classification
 
 LABELLED_POSITION = 0  # of [CLS]
@@ -34,11 +39,6 @@ def write_documents(
     """Write both splits as a dataset of categories."""
     if len(documents.categories) < 2:
         raise DataError(f"A classifier needs two categories or more; there is {documents.categories}")
-    unknown = sorted(
-        {each.category for each in (*documents.train, *documents.test)} - set(documents.categories)
-    )
-    if unknown:
-        raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
 
     def labelled(part: Sequence[Document], tokens: IntArray, start: int) -> tuple[IntArray, IntArray]:
         return tokens, _labels(part, documents.categories, tokens)
@@ -61,6 +61,9 @@ def question_batch(rows: Sequence[IntArray], length: int) -> Batch:
 
 
 def _labels(part: Sequence[Document], categories: tuple[str, ...], tokens: IntArray) -> IntArray:
+    unknown = sorted({each.category for each in part} - set(categories))
+    if unknown:
+        raise DataError(f"These categories are not in the list of categories: {', '.join(unknown)}")
     labels = np.full_like(tokens, IGNORE_LABEL)
     labels[:, LABELLED_POSITION] = [categories.index(each.category) for each in part]
     return labels
@@ -70,11 +73,23 @@ class EmailTask(HasMailVocabulary):
     name = "email"
     num_draws = 0
     primary_metric = ACCURACY
+    checkpoint_seconds = CHECKPOINT_SECONDS
 
     def build(self, options: Options, directory: Path, progress: Progress, jobs: int = 1) -> None:
+        self.build_shown(options, directory, ProgressOnly(progress), jobs)
+
+    def build_shown(self, options: Options, directory: Path, display: Display, jobs: int = 1) -> JsonObject:
+        """Import the mail, show what it is like, and write the dataset; continue an interrupted import."""
         settings = parse_section(MailBuildOptions, options, "data.build")
-        documents = collect_documents(settings, progress, jobs)
-        write_documents(documents, directory, settings, progress)
+        check_vocabulary(settings)
+        if is_built(self.name, settings, directory):
+            remove_spool(spool_of(directory))
+        given = (settings.source, settings.length, directory)
+        with imported(*given, display, jobs, self.checkpoint_seconds) as spool:
+            documents, report = collect_documents(spool, settings, display)
+            return_freed_memory()
+            write_documents(documents, directory, settings, display.update)
+        return {"quality": report.to_json()}
 
     def check_options(self, options: Options) -> None:
         parse_section(MailBuildOptions, options, "data.build")

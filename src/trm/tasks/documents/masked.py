@@ -14,15 +14,26 @@ from pathlib import Path
 import numpy as np
 
 from macbook_optimization.errors import DataError
+from macbook_optimization.json_types import JsonObject
 from trm.arrays import FloatArray, IntArray
 from trm.batch import IGNORE_LABEL, Batch
 from trm.config import Fraction, parse_section
+from trm.display import Display, ProgressOnly
 from trm.slots import random_words, uniforms
 from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.documents.collecting import Document, SourceOptions, collect_unlabelled
+from trm.tasks.documents.importing import CHECKPOINT_SECONDS, imported, spool_of
+from trm.tasks.documents.spool import remove_spool
 from trm.tasks.documents.tokens import SEP_TOKEN, UNK_TOKEN
-from trm.tasks.documents.writing import Form, HasMailVocabulary, vocab_size_of, write_mail
+from trm.tasks.documents.writing import (
+    Form,
+    HasMailVocabulary,
+    check_vocabulary,
+    is_built,
+    vocab_size_of,
+    write_mail,
+)
 from trm.tasks.metrics import TOKENS, ExactMatch
 
 MASKED_SHARE = 0.15  # of the tokens that are not marks; the value of BERT
@@ -59,9 +70,19 @@ class MaskedEmailTask(HasMailVocabulary):
     primary_metric = TOKENS
 
     def build(self, options: Options, directory: Path, progress: Progress, jobs: int = 1) -> None:
+        self.build_shown(options, directory, ProgressOnly(progress), jobs)
+
+    def build_shown(self, options: Options, directory: Path, display: Display, jobs: int = 1) -> JsonObject:
+        """Import the mail, show what it is like, and write the dataset; continue an interrupted import."""
         settings = parse_section(MaskedOptions, options, "data.build")
-        documents = collect_unlabelled(settings, progress, jobs)
-        write_mail(documents, masked_form(settings.seed), directory, settings, progress)
+        check_vocabulary(settings)
+        if is_built(self.name, settings, directory):
+            remove_spool(spool_of(directory))
+        given = (settings.source, settings.length, directory)
+        with imported(*given, display, jobs, CHECKPOINT_SECONDS) as spool:
+            documents, report = collect_unlabelled(spool, settings, display)
+            write_mail(documents, masked_form(settings.seed), directory, settings, display.update)
+        return {"quality": report.to_json()}
 
     def check_options(self, options: Options) -> None:
         parse_section(MaskedOptions, options, "data.build")

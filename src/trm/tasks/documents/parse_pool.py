@@ -29,7 +29,6 @@ import psutil
 
 from macbook_optimization.errors import LaptopError
 from macbook_optimization.worker_pool import initialize_worker, without_main_module
-from trm.tasks.documents.mail import Mail, parse_mail
 from trm.tasks.documents.mailboxes import Message
 
 Result = TypeVar("Result")
@@ -37,7 +36,7 @@ Result = TypeVar("Result")
 _BATCH_MESSAGES = 64
 _BATCH_BYTES = 2**20
 _MAX_PENDING_MESSAGES = 32 * _BATCH_MESSAGES  # that wait for an earlier message, so that order is kept
-_MAX_PENDING_BYTES = 64 * 2**20
+_MAX_PENDING_BYTES = 32 * 2**20  # one message may have 25 MiB, and is copied a few times on its way
 _FLUSH_SECONDS = 0.02
 _POLL_SECONDS = 0.25
 _START_SECONDS = 120.0
@@ -70,13 +69,6 @@ class Failure:
     """A message that has no result, and why."""
 
     reason: str
-
-
-def parse_messages(messages: Iterable[Message], jobs: int) -> Iterator[tuple[Message, Mail]]:
-    """Parse messages in worker processes, in their order; every message has a verdict."""
-    with ParsePool(parse_mail, jobs) as pool:
-        for message, result in pool.map(messages):
-            yield message, Mail("skipped", result.reason) if isinstance(result, Failure) else result
 
 
 @dataclass(slots=True)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from macbook_optimization.dataset_files import BUILD_FILE, MAX_JSON_BYTES
 from macbook_optimization.errors import ConfigError, DataError
-from macbook_optimization.input_files import read_input
+from macbook_optimization.input_files import read_input, read_json
+from macbook_optimization.json_types import JsonObject
+from macbook_optimization.memory_readings import return_freed_memory
 from trm.arrays import Float32Array, IntArray
 from trm.batch import IGNORE_LABEL
 from trm.tasks.base import DataSpec, Progress
 from trm.tasks.dataset import Split, read_spec
 from trm.tasks.dataset_writer import DatasetWriter
-from trm.tasks.documents.collecting import Document, Documents
+from trm.tasks.documents.collecting import Document, Documents, Part
 from trm.tasks.documents.cooccurrence import word_vectors
+from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.tokens import (
     FILE_NAME,
     MAX_FILE_BYTES,
@@ -31,6 +35,7 @@ from trm.tasks.documents.tokens import (
 )
 
 ROWS_AT_A_TIME = 1000
+_CHARACTERS_AT_A_TIME = 2**21
 
 # Documents, their tokens (n, L) and the number of the first row -> inputs and labels, (n, L) each.
 Labelled: TypeAlias = Callable[[Sequence[Document], IntArray, int], tuple[IntArray, IntArray]]
@@ -66,21 +71,59 @@ def write_mail(
     """Write both splits, with the vocabulary of the settings or one that is made of the training split."""
     vocab_size = vocab_size_of(settings)
     tokenizer = _tokenizer(documents, settings, progress)
-    made_by = {"task": form.task, "options": settings.model_dump(mode="json")}
     num_outputs = len(form.class_names) or vocab_size
     spec = DataSpec(settings.length, vocab_size, num_outputs, class_names=form.class_names)
-    with DatasetWriter(directory, made_by) as writer:
+    with DatasetWriter(directory, made_by(form.task, settings)) as writer:
         for name, chosen in (("train", documents.train), ("test", documents.test)):
             split = writer.split(name, spec, IGNORE_LABEL)
-            for start in range(0, len(chosen), ROWS_AT_A_TIME):
+            start = 0
+            for part in _batches(chosen):
                 progress(f"writing {name}", start, len(chosen))
-                part = chosen[start : start + ROWS_AT_A_TIME]
                 encoded = tokenizer.encode_and_count([each.mail for each in part], settings.length)
                 tokens, lengths = padded([each.tokens for each in encoded], settings.length)
                 split.add_examples(*form.labelled(part, tokens, start), _difficulties(encoded), lengths)
+                start += len(part)
             progress(f"writing {name}", len(chosen), len(chosen))
         writer.write_json(FILE_NAME, json.loads(tokenizer.to_json()))
     return tokenizer
+
+
+def made_by(task: str, settings: TokenOptions) -> JsonObject:
+    return {"task": task, "options": settings.model_dump(mode="json")}
+
+
+def is_built(task: str, settings: TokenOptions, directory: Path) -> bool:
+    """Return whether the dataset exists already: a build may be killed just before it removes its spool."""
+    try:
+        facts = read_json(directory / BUILD_FILE, MAX_JSON_BYTES)
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and made_by(task, settings).items() <= facts.items()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mails:
+    """The messages of some documents, which may be on disk."""
+
+    documents: Part
+
+    def __iter__(self) -> Iterator[Mail]:
+        return (document.mail for document in self.documents)
+
+
+def _batches(documents: Part) -> Iterator[list[Document]]:
+    """Yield documents a thousand at a time, or fewer if they are long: their tokens are all in memory."""
+    batch: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.mail.text)
+        if len(batch) == ROWS_AT_A_TIME or num_characters > _CHARACTERS_AT_A_TIME:
+            yield batch
+            batch = []
+            num_characters = 0
+    if batch:
+        yield batch
 
 
 def _difficulties(encoded: Sequence[Encoded]) -> IntArray:
@@ -91,6 +134,13 @@ def _difficulties(encoded: Sequence[Encoded]) -> IntArray:
     folders.
     """
     return np.array([each.total for each in encoded], dtype=np.int64)
+
+
+def check_vocabulary(settings: TokenOptions) -> None:
+    """Raise an error if the vocabulary that the settings name cannot be used, before any mail is read."""
+    if settings.tokenizer is not None:
+        vocab_size_of(settings)
+        MailTokenizer.load(Path(settings.tokenizer) / FILE_NAME)
 
 
 def vocab_size_of(settings: TokenOptions) -> int:
@@ -111,7 +161,8 @@ def _tokenizer(documents: Documents, settings: TokenOptions, progress: Progress)
     if settings.tokenizer is not None:
         return MailTokenizer.load(Path(settings.tokenizer) / FILE_NAME)
     progress("training the tokenizer", 0, 1)
-    mails = [each.mail for each in documents.train]
+    mails = _Mails(documents.train if documents.sample is None else documents.sample)
     tokenizer = MailTokenizer.train(mails, settings.vocab_size, settings.min_df)
+    return_freed_memory()
     progress("training the tokenizer", 1, 1)
     return tokenizer

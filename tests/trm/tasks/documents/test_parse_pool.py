@@ -14,7 +14,7 @@ import pytest
 from macbook_optimization.errors import LaptopError
 from trm.tasks.documents import parse_pool
 from trm.tasks.documents.mailboxes import Message
-from trm.tasks.documents.parse_pool import Failure, Limits, ParsePool, parse_messages, watch_memory
+from trm.tasks.documents.parse_pool import Failure, Limits, ParsePool, watch_memory
 
 QUICK = Limits(seconds=0.2, extra_bytes=64 * 2**20)
 
@@ -89,19 +89,6 @@ def test_a_message_that_could_not_be_read_keeps_its_reason():
     with ParsePool(length_or_harm, 1) as pool:
         results = [result for _, result in pool.map([broken, *messages(b"x"), broken])]
     assert results == [Failure("not a regular file"), 1, Failure("not a regular file")]
-
-
-def test_every_message_has_a_verdict():
-    found = list(
-        parse_messages(
-            [Message("a", b"Subject: s\n\nx"), Message("b", b""), Message("c", b"", problem="p")], 1
-        )
-    )
-    assert [(message.key, mail.verdict, mail.reason) for message, mail in found] == [
-        ("a", "parsed", ""),
-        ("b", "skipped", "empty"),
-        ("c", "skipped", "p"),
-    ]
 
 
 def test_workers_stay_between_calls_and_only_needed_ones_are_started():
