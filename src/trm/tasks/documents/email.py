@@ -20,7 +20,7 @@ from trm.tasks.dataset import Split
 from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
 from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.tokens import SEP_TOKEN, MailTokenizer, TokenOptions, padded
-from trm.tasks.documents.writing import ROWS_AT_A_TIME, Form, HasMailVocabulary, write_mail
+from trm.tasks.documents.writing import ROWS_AT_A_TIME, Form, HasMailVocabulary, check_vocabulary, write_mail
 from trm.tasks.metrics import ACCURACY, Classification
 
 LABELLED_POSITION = 0  # of [CLS]
@@ -75,6 +75,7 @@ class EmailTask(HasMailVocabulary):
 
     def build(self, options: Options, directory: Path, progress: Progress, jobs: int = 1) -> None:
         settings = parse_section(MailBuildOptions, options, "data.build")
+        check_vocabulary(settings)
         documents = collect_documents(settings, progress, jobs)
         write_documents(documents, directory, settings, progress)
 

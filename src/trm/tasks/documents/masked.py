@@ -22,7 +22,7 @@ from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.documents.collecting import Document, SourceOptions, collect_unlabelled
 from trm.tasks.documents.tokens import SEP_TOKEN, UNK_TOKEN
-from trm.tasks.documents.writing import Form, HasMailVocabulary, vocab_size_of, write_mail
+from trm.tasks.documents.writing import Form, HasMailVocabulary, check_vocabulary, vocab_size_of, write_mail
 from trm.tasks.metrics import TOKENS, ExactMatch
 
 MASKED_SHARE = 0.15  # of the tokens that are not marks; the value of BERT
@@ -60,6 +60,7 @@ class MaskedEmailTask(HasMailVocabulary):
 
     def build(self, options: Options, directory: Path, progress: Progress, jobs: int = 1) -> None:
         settings = parse_section(MaskedOptions, options, "data.build")
+        check_vocabulary(settings)
         documents = collect_unlabelled(settings, progress, jobs)
         write_mail(documents, masked_form(settings.seed), directory, settings, progress)
 

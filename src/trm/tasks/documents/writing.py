@@ -81,6 +81,13 @@ def write_mail(
     return tokenizer
 
 
+def check_vocabulary(settings: TokenOptions) -> None:
+    """Raise an error if the vocabulary that the settings name cannot be used, before any mail is read."""
+    if settings.tokenizer is not None:
+        vocab_size_of(settings)
+        MailTokenizer.load(Path(settings.tokenizer) / FILE_NAME)
+
+
 def vocab_size_of(settings: TokenOptions) -> int:
     """Return the size of the vocabulary, which may be more than the tokens that are found."""
     if settings.tokenizer is None:
