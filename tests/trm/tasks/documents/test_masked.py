@@ -103,6 +103,8 @@ def test_mail_needs_no_categories_and_may_share_a_vocabulary(tmp_path, labelled)
         TASK.check_options({**options, "mapping": "mapping.yaml"})
     with pytest.raises(DataError, match=r"dataset\.json"):
         TASK.build({**options, "tokenizer": str(mail)}, tmp_path / "other", lambda *facts: None)
+    with pytest.raises(DataError, match=r"dataset\.json"):  # before the mail is read
+        EMAIL.build({**options, "from": ["nowhere"], "tokenizer": str(mail)}, tmp_path / "other", print)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError):
         TASK.build({"from": [str(tmp_path / "empty")]}, tmp_path / "other", lambda *facts: None)
