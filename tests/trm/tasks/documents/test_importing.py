@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mail_files import WORDS, message, messages, write_mbox
-from tiny import Recorder
+from tiny import TRM, Recorder
 
 from macbook_optimization.errors import DataError
 from trm.tasks.dataset import open_split
@@ -270,6 +271,31 @@ def test_other_sources_and_lengths_are_not_mixed(mbox, tmp_path):
     for _ in range(2):  # one source twice
         with open_spool(tmp_path / "twice.import", identity_of([mbox, mbox], 32), told.append):
             assert len(told) == 2
+
+
+def test_a_full_disk_is_reported_and_the_import_continues(mbox, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"Cannot write to .*: File too large") as caught:
+            record(tmp_path / "set.import", mbox, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ulimit" in caught.value.hint
+    record(tmp_path / "set.import", mbox, told := [])
+    assert record(tmp_path / "set.import", mbox, told) == COUNT
+    assert not told
+
+
+def test_the_command_reports_what_the_mail_is_like(mbox, tmp_path):
+    options = ["--from", str(mbox), "--out", "set", "--length", "32", "--vocab-size", "200", "--json"]
+    command = [TRM, "data", "build", "email", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["quality"]["messages"] == COUNT
+    assert facts["train"] + facts["test"] == facts["quality"]["used"]
+    assert f"Messages     {COUNT}: " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_another_split_continues_with_the_same_records(mbox, tmp_path):
