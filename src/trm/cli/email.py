@@ -101,7 +101,7 @@ def mapping(mail: tuple[str, ...], out: Path, format_: str, jobs: int | None, as
               help="Train N networks with different seeds, and average them.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Override a key of that recipe; may be repeated.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+@click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True,
               help="Seed of what is held out, and of the recursive path.")  # fmt: skip
 @error_option
 @format_option

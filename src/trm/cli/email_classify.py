@@ -168,7 +168,7 @@ def explain(
             raise DataError(f"{path} cannot be classified: {reason}")
         rival, reasons = find_reasons(classifier.model, read.features)
     if html is not None:
-        html.write(as_html(read.message.key, decision, rival, reasons).encode())
+        html.write(as_html(read.message.key, decision, rival, reasons).encode(errors="backslashreplace"))
     facts = {
         **answer_of(read, decision).to_json(),
         "rival": rival,

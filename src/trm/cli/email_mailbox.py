@@ -249,7 +249,7 @@ def evaluate(
     compared = comparable(found, model, rules)
     result = compare(compared.columns, compared.labels, model.categories)
     if html is not None:
-        html.write(as_html(f"{run} on {', '.join(paths)}", result).encode())
+        html.write(as_html(f"{run} on {', '.join(paths)}", result).encode(errors="backslashreplace"))
     facts = {"run": str(run), "paths": list(paths), **result.to_json(), **compared.counts()}
     show(facts, as_json, "\n".join([*_left_out(compared), as_text(result)]))
 

@@ -33,7 +33,7 @@ def parse_share(context: click.Context, option: click.Parameter, value: str) -> 
 
 
 format_option = click.option("--format", "format_", type=FORMATS, default="auto", show_default=True,
-                             help="What the mail is, if it is not recognised.")  # fmt: skip
+                             help="Format of the mail; auto detects it.")  # fmt: skip
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1, 256), help="Processes that parse mail [default: one per core]."
 )

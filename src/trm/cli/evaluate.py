@@ -89,6 +89,7 @@ def evaluate(
 
         model = open_model(run, warn_on(display))
         split = open_test_set(model, dataset)
+        mail = _mail_report(run)
     scorer = model.task.scorer(split)
     limit = _limit(model.config, examples, submission)
     if submission is not None:
@@ -121,7 +122,7 @@ def evaluate(
         row["tests_with_one_answer"] = _report_single_answers(scorer)
     facts = {"run": str(run), "data": str(path), "checkpoint": model.checkpoint.path.name, **row}
     text = _text(run, path, step, result)
-    if (mail := _mail_report(run)) is not None:
+    if mail is not None:
         facts["mail"] = mail
         text = f"The recursive path: {text}\n{_mail_text(mail)}"
     show(facts, as_json, text)

@@ -45,26 +45,33 @@ The directory contains no message. `vocabulary.txt` lists {features:,} n-grams t
 {least} training messages{tokenizer}.
 Names, companies, domains and phrases that several messages share can be read there, and their weights say for
 which category they speak. `trm email export --min-df N` removes n-grams of fewer than N messages, and
-`trm email train --min-df N` keeps rarer domains and header words out of the tokenizer, too.
+`trm email train --min-df N` keeps rarer domains and header words out of the tokenizer, too. A word that one
+message repeats may still be in the tokenizer.
 
 ## Limits
 
 - It is as good as its training mail: other people's mail, other languages and later years look different.
-- Confidence is calibrated on mail like the training mail. Where mail changes with time, it promises too much.
+- Confidence is calibrated on mail like the training mail. Where mail changes with time, it is overconfident.
 - Files: {files}.
 """
 
+_CHANGED = """
+
+These numbers, and the shares below, were measured before the export, which removed n-grams or changed
+weights:
+`trm email eval DIRECTORY MAIL` measures this directory."""
 _TOKENIZER = ", and `tokenizer.json` pieces of words, domains and header words"
 
 
-def model_card(model: MailModel, sizes: dict[str, int]) -> str:
+def model_card(model: MailModel, sizes: dict[str, int], *, is_changed: bool) -> str:
+    """`is_changed`: the export left something out, so the numbers are those of the model before it."""
     facts = model.facts
     network = model.network
     least = _least_documents(model)
     return _CARD.format(
         categories=", ".join(model.categories),
         documents=int(facts["documents"]),
-        measured=_measured(model),
+        measured=_measured(model) + (_CHANGED if is_changed else ""),
         budgets="\n".join(f"| {each:.1%} | {_decided(model, each)} |" for each in _BUDGETS),
         paths=_paths(model),
         features=len(model.vocabulary.columns),
@@ -115,5 +122,5 @@ def _paths(model: MailModel) -> str:
     shape = network.config.model
     sizes = f"{shape.num_layers} layers of width {shape.hidden_size}, at most {network.length} tokens"
     gate = model.mixture.gate
-    used = f"added with a gate of {gate:g}" if gate else "not used: on held-out messages it did not help"
+    used = f"added with a gate of {gate:g}" if gate else "not used: it did not help on messages kept from it"
     return f"{linear} Recursive path: {sizes}; {used}."

@@ -7,9 +7,11 @@ keep their scores. The table that training fitted is kept as it was, so a correc
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,7 @@ _MAX_PASSES = 100
 _MAX_BYTES = 512 * MIB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Correction:
     """No text is kept: only which columns of the vocabulary the message has."""
 
@@ -45,13 +47,16 @@ def key_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def correction_of(model: MailModel, features: Features, key: str, category: str) -> Correction:
-    """Return a correction of one message; `model` is the one without corrections."""
+def check_category(model: MailModel, category: str) -> None:
     if category not in model.categories:
         raise DataError(
             f"{category!r} is not a category of this model",
             hint=f"Its categories are {', '.join(model.categories)}. A new one needs training.",
         )
+
+
+def correction_of(model: MailModel, features: Features, key: str, category: str) -> Correction:
+    """Return a correction of one message; `model` is the one without corrections."""
     bags = model.bags([features.counts])
     scores = model.table.scores(bags)[0]
     added = np.zeros_like(scores)
@@ -153,6 +158,19 @@ def save_corrections(directory: Path, corrections: Sequence[Correction]) -> None
     replace_file(directory / FILE_NAME, json.dumps(rows).encode())
 
 
-def with_correction(corrections: Sequence[Correction], new: Correction) -> list[Correction]:
-    """Return the corrections with another one, which replaces an earlier one of the same message."""
-    return [each for each in corrections if each.key != new.key] + [new]
+@contextmanager
+def changing(directory: Path, num_columns: int) -> Iterator[list[Correction]]:
+    """Yield the corrections on disk to be changed, and save them. Other processes wait meanwhile."""
+    with open(directory / f".{FILE_NAME}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        current = load_corrections(directory, num_columns)
+        before = list(current)
+        yield current
+        if current != before:
+            save_corrections(directory, current)
+
+
+def with_corrections(corrections: Sequence[Correction], new: Sequence[Correction]) -> list[Correction]:
+    """Return the corrections with others, which replace earlier ones of the same messages."""
+    by_key = {each.key: each for each in (*corrections, *new)}
+    return list(by_key.values())

@@ -13,11 +13,12 @@ from trm.arrays import FloatArray
 from trm.mail.corrections import (
     Correction,
     apply_corrections,
+    changing,
+    check_category,
     correction_of,
     key_of,
     load_corrections,
-    save_corrections,
-    with_correction,
+    with_corrections,
 )
 from trm.mail.loading import model_directory
 from trm.mail.model import DEFAULT_MAX_ERROR, Decision, MailModel, load_model
@@ -80,9 +81,10 @@ class Classifier:
         Returns how many were learned, and how many were right already (train on error). Messages that cannot
         be read are neither.
         """
+        check_category(self.fitted, category)
         known = {(each.key, self.fitted.categories[each.category]) for each in self.corrections}
-        corrections = self.corrections
-        num_right = num_learned = 0
+        learned: list[Correction] = []
+        num_right = 0
         for read, decision in self.decide(messages):
             key = key_of(read.message.raw)
             if decision is None:
@@ -90,20 +92,19 @@ class Classifier:
             if decision.category == category and (not decision.unsure or (key, category) in known):
                 num_right += 1
                 continue
-            new = correction_of(self.fitted, read.features, key, category)
-            corrections = with_correction(corrections, new)
-            num_learned += 1
-        if num_learned:
-            save_corrections(self.directory, corrections)
-        return num_learned, num_right
+            learned.append(correction_of(self.fitted, read.features, key, category))
+        if learned:
+            with changing(self.directory, len(self.fitted.vocabulary.idf)) as current:
+                current[:] = with_corrections(current, learned)
+        return len(learned), num_right
 
     def forget(self, keys: Iterable[str]) -> int:
         """Take back the corrections of these messages, and return how many there were."""
         unwanted = set(keys)
-        kept = [each for each in self.corrections if each.key not in unwanted]
-        if len(kept) < len(self.corrections):
-            save_corrections(self.directory, kept)
-        return len(self.corrections) - len(kept)
+        with changing(self.directory, len(self.fitted.vocabulary.idf)) as current:
+            num_before = len(current)
+            current[:] = [each for each in current if each.key not in unwanted]
+            return num_before - len(current)
 
 
 @contextmanager

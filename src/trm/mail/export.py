@@ -21,6 +21,7 @@ from trm.mail.compression import pruned, quantized, restored
 from trm.mail.model import MailModel, save_model
 from trm.mail.network import Network, weights_file
 from trm.mail.onnx_graph import onnx_model, run_onnx
+from trm.runs.directory import DATASET
 from trm.tasks.documents.bags import Vocabulary
 from trm.tasks.documents.email import question_batch
 from trm.tasks.documents.linear import Table
@@ -36,6 +37,10 @@ class ExportOptions:
     prune: float = 0.0
     int8: bool = False
     onnx: bool = False
+
+    @property
+    def changes_answers(self) -> bool:
+        return self.min_documents is not None or bool(self.prune) or self.int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +58,37 @@ def export_model(model: MailModel, directory: Path, options: ExportOptions) -> E
     """Write the model to a new directory, complete or not at all."""
     check_new_directory(directory)
     smaller = _with_frequent_ngrams(model, options.min_documents)
-    smaller = replace(smaller, baseline=None, facts=_public_facts(model), network=_compressed(model, options))
+    network = _without_paths(_compressed(model, options))
+    smaller = replace(smaller, baseline=None, facts=_public_facts(model), network=network)
     with new_directory(directory.absolute()) as partial:
         save_model(smaller, partial)
         difference = _write_onnx(smaller, partial) if options.onnx else None
-        card = model_card(smaller, {path.name: path.stat().st_size for path in partial.iterdir()})
-        replace_file(partial / CARD_FILE, card.encode())
+        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+        card = model_card(smaller, sizes, is_changed=options.changes_answers)
+        replace_file(partial / CARD_FILE, card.encode(errors="backslashreplace"))
         sync(partial)
     sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
     return Exported(str(directory), sizes, difference)
 
 
 def _public_facts(model: MailModel) -> dict[str, object]:
-    """Return the facts without where the model was trained."""
+    """Return the facts without where the model was trained, and on which files."""
     report = {name: value for name, value in model.facts.get("report", {}).items() if name != "run"}
-    return {**model.facts, "report": report}
+    quality = report.get("quality", {})
+    kept = {name: value for name, value in quality.items() if name not in ("reasons", "warnings")}
+    return {**model.facts, "report": {**report, "quality": kept}}
+
+
+def _without_paths(network: Network | None) -> Network | None:
+    if network is None:
+        return None
+    recipe = network.recipe
+    changed = {
+        **recipe,
+        "data": {**recipe["data"], "path": DATASET},
+        "training": {**recipe["training"], "initial_weights": None},
+    }
+    return Network(changed, network.spec, network.files)
 
 
 def _with_frequent_ngrams(model: MailModel, min_documents: int | None) -> MailModel:

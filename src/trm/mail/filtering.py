@@ -45,7 +45,7 @@ def _headers(decision: Decided | None) -> list[tuple[str, str]]:
 
 def _encoded(text: str) -> str:
     """Return a header value of ASCII characters without line breaks: names of folders may have any."""
-    plain = _CONTROL.sub(" ", text)
+    plain = _CONTROL.sub(" ", text.encode("utf-8", "replace").decode())
     return plain if plain.isascii() else Header(plain, "utf-8", maxlinelen=10_000).encode()
 
 

@@ -68,6 +68,10 @@ def fit_model(
     labels = training.labels
     _check(training.categories, labels)
     vocabulary = training.corpus.vocabulary(training.rows, min_documents)
+    if not vocabulary.columns:
+        raise DataError(
+            f"No word occurs in {min_documents} messages", hint="Use more mail, or a smaller --min-df."
+        )
     bags = training.corpus.bags(vocabulary, training.rows)
     fit, exponent = _fit(bags, training)
     temperature = fit_temperature(fit.unseen_scores, labels)
@@ -137,6 +141,8 @@ def measure_drift(
     newest = order[int(len(order) * (1 - NEWEST_SHARE)) :]
     older = np.setdiff1d(np.arange(len(dates)), newest)
     labels = training.labels
+    if len(np.unique(labels[older])) < 2:
+        return None
     bags = training.corpus.bags(model.vocabulary, training.rows)
     num_categories = len(training.categories)
     weights = class_weights(labels[older], num_categories, float(model.facts["class_weight_exponent"]))

@@ -6,14 +6,17 @@ and so are unseen as well, the two paths are mixed and calibrated.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from macbook_optimization.errors import RunError
+from macbook_optimization.errors import ConfigError, RunError
 from trm.arrays import BoolArray, Float32Array, IntArray
 from trm.config import RunConfig, load_config
 from trm.display import Display
@@ -69,13 +72,19 @@ class NetworkOptions:
 
     def config(self, run: Path, num_messages: int, member: int = 0) -> RunConfig:
         """Return the recipe of one network, with sizes for this many training messages."""
+        fixed = [each for each in self.overrides if re.match(r"(seed|task|data(\.\w+)*)\s*=", each)]
+        if fixed:
+            raise ConfigError(
+                f"{', '.join(fixed)} cannot be set: the mail decides about task and data",
+                hint="--seed sets the seed.",
+            )
         recipe = load_config(self.recipe)
         steps = num_messages * NUM_EPOCHS // recipe.training.effective_batch_size
         steps = min(MAX_STEPS, max(_MIN_STEPS, steps))
         sizes = PROFILES[self.profile]
         chosen = [
             f"seed={self.seed + member}",
-            f"data.path={run / DATASET}",
+            f"data.path={json.dumps(str(run / DATASET))}",
             f"training.max_steps={steps}",
             f"training.warmup_steps={steps // 16}",
             f"evaluation.every_steps={-(-steps // _NUM_EVALUATIONS)}",
@@ -86,7 +95,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """The messages of the training set, and what the linear path says about each without having seen it."""
+    """The messages of the training set, with the out-of-fold scores of the linear path."""
 
     mails: Sequence[Mail]
     min_documents: int  # that have a word, for it to be in a vocabulary
@@ -96,20 +105,24 @@ class Labelled:
 
 
 def add_network(
-    model: MailModel, given: Labelled, run: Path, options: NetworkOptions, display: Display
+    model: MailModel, given: Labelled, locked: tuple[Path, int], options: NetworkOptions, display: Display
 ) -> MailModel:
-    """Train the networks, and return the model with both paths, mixed and calibrated."""
+    """Train the networks, and return the model with both paths, mixed and calibrated.
+
+    `locked` is the run directory with the descriptor of its lock.
+    """
+    run, lock = locked
     tokens = options.tokens(given.min_documents)
     num_messages = int((~given.is_validation).sum())
     runs = [run if member == 0 else run / MEMBERS / str(member) for member in range(options.num_members)]
     for member, own in enumerate(runs):
         if member:
             display.message(f"Training network {member + 1} of {len(runs)}.")
-        with only_trainer(own) as lock:
-            if not member:
-                _write_dataset(model.categories, given, run, tokens, display)
-            config = options.config(run, num_messages, member)
-            outcome = supervise(prepare(config, own, display), Limits(), lock)
+        if not member:
+            _write_dataset(model.categories, given, run, tokens, display)
+        config = options.config(run, num_messages, member)
+        with nullcontext(lock) if not member else only_trainer(own) as held:
+            outcome = supervise(prepare(config, own, display), Limits(), held)
         if outcome.reason == "interrupted":
             raise KeyboardInterrupt
     display.status("Mixing the two paths")

@@ -99,6 +99,7 @@ class _Graph:
     weights: dict[str, Float32Array]
     nodes: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
+    transposed: dict[str, str] = field(default_factory=dict)  # weights that are in the graph, by name
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         name = f"{kind.lower()}_{len(self.nodes)}"
@@ -115,7 +116,9 @@ class _Graph:
 
     def linear(self, x: str, weight: str) -> str:
         """Multiply by the transpose of a weight matrix."""
-        return self.op("MatMul", x, self.constant(self.weights[weight].T))
+        if weight not in self.transposed:
+            self.transposed[weight] = self.constant(self.weights[weight].T)
+        return self.op("MatMul", x, self.transposed[weight])
 
     def reshape(self, x: str, *shape: int) -> str:
         """Change the shape; 0 keeps a dimension, -1 takes what is left."""

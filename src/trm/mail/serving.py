@@ -59,7 +59,7 @@ class CurrentModel:
     def __init__(self, classifier: Classifier) -> None:
         self._classifier = classifier
         self._path = classifier.directory / corrections.FILE_NAME
-        self._seen = self._signature()
+        self._seen: tuple[int, int, int] | None = (-1, -1, -1)  # the first request loads what is there
         self._lock = threading.Lock()
 
     def get(self) -> Classifier:

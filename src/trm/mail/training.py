@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from trm.mail.network_training import (
 )
 from trm.mail.reading import Read, read_features, training_features_of
 from trm.mail.report import HeldOut, Report
-from trm.runs.directory import MAIL
+from trm.runs.directory import MAIL, is_free, only_trainer
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
 from trm.tasks.documents.labels import CategoryMap, LabelCounts, category_of, default_map
@@ -79,48 +80,110 @@ def train_mail(
     The model is saved, and can be used, before the recursive path is trained. The same call continues that
     training if it was interrupted.
     """
+    with only_trainer(run) as lock:
+        return _train(sources, run, options, display, lock)
+
+
+def _train(
+    sources: Sequence[str | Path], run: Path, options: MailOptions, display: Display, lock: int
+) -> tuple[MailModel, Report]:
     started = time.monotonic()
     directory = run / MAIL
-    _check_new(directory, options)
+    earlier = _earlier(run, options)
     material = _read(sources, options, display)
     display.message(material.quality.text())
+    parts = _split(material.items, options)
+    inputs = _digest(material, parts, options)
+    if earlier not in (None, inputs):
+        raise RunError(
+            f"{run} was begun with other mail or options",
+            hint="Give the same mail and options to continue it, or choose another --run directory.",
+        )
     display.status("Fitting the linear path")
-    is_test = choose_test(material.items, options.held_out) if options.held_out.test_share else None
-    held_out = np.zeros(len(material.items), dtype=np.bool_) if is_test is None else is_test
-    training = material.part(~held_out)
-    model, unseen = fit_model(training, {"held_out": int(held_out.sum())}, options.min_documents)
+    training = material.part(~parts.held_out)
+    facts = {"held_out": int(parts.held_out.sum()), "inputs": inputs}
+    model, unseen = fit_model(training, facts, options.min_documents)
     drift = measure_drift(training, model, options.max_error)
 
     def report_on(model: MailModel) -> Report:
         display.status("Measuring on messages that were held out")
-        found = _measure(model, material, held_out, options.max_error)
+        found = _measure(model, material, parts.held_out, options.max_error)
         seconds = time.monotonic() - started
         return Report(str(run), material.quality.to_json(), found, drift, seconds)
 
-    wants_network = options.network is not None and len(training.rows) >= MIN_MESSAGES
-    report = _save(model, report_on(model), directory, complete=not wants_network)
-    if options.network is None or not wants_network:
+    report = _save(model, report_on(model), directory, complete=parts.is_validation is None)
+    if options.network is None or parts.is_validation is None:
+        if options.network is not None:
+            display.message(
+                f"Only the linear path was trained: {len(training.rows)} training messages are fewer than "
+                f"the {MIN_MESSAGES} that the recursive path needs."
+            )
         return model, report
     display.message(
         f"The linear path is in {run} and can be used now, after {report.seconds:.0f} s. Training the "
         "recursive path; the same command continues it after Ctrl-C."
     )
-    inside = [item for item, held in zip(material.items, held_out.tolist(), strict=True) if not held]
-    rules = replace(options.held_out, test_share=VALIDATION_SHARE, seed=options.held_out.seed + 1)
-    mails = material.mails(~held_out)
-    is_validation = choose_test(inside, rules)
-    given = Labelled(mails, options.min_documents, training.labels, unseen, is_validation)
-    model = add_network(model, given, run, options.network, display)
+    mails = material.mails(~parts.held_out)
+    given = Labelled(mails, options.min_documents, training.labels, unseen, parts.is_validation)
+    model = add_network(model, given, (run, lock), options.network, display)
     return model, _save(model, report_on(model), directory, complete=True)
 
 
-def _check_new(directory: Path, options: MailOptions) -> None:
-    if not (directory / DESCRIPTION_FILE).exists():
-        return
-    if load_model(directory).facts.get("complete") or options.network is None:
-        raise RunError(
-            f"{directory.parent} already holds a mail model", hint="Choose another --run directory."
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Which messages are only measured on, and which of the others are kept from the network."""
+
+    held_out: BoolArray
+    is_validation: BoolArray | None  # among those that are not held out; None without a network
+
+
+def _split(items: list[SplitItem], options: MailOptions) -> _Parts:
+    held_out = np.zeros(len(items), dtype=np.bool_)
+    if options.held_out.test_share:
+        held_out = _chosen(items, options.held_out)
+    inside = [item for item, held in zip(items, held_out.tolist(), strict=True) if not held]
+    if options.network is None or len(inside) < MIN_MESSAGES:
+        return _Parts(held_out, None)
+    rules = replace(options.held_out, test_share=VALIDATION_SHARE, seed=options.held_out.seed + 1)
+    return _Parts(held_out, _chosen(inside, rules))
+
+
+def _chosen(items: list[SplitItem], rules: SplitRules) -> BoolArray:
+    is_test = choose_test(items, rules)
+    if not is_test.any() and len(items) * rules.test_share >= 1:
+        raise DataError(
+            f"No message can be held out by {rules.method}",
+            hint="Use --split random; --split time needs messages with a date.",
         )
+    return is_test
+
+
+def _digest(material: Material, parts: _Parts, options: MailOptions) -> str:
+    """Return what a training that is continued must have in common with its first start."""
+    known = hashlib.sha256()
+    for item in material.items:
+        known.update(item.fingerprint.digest or item.key.encode(errors="surrogateescape"))
+        known.update(item.category.encode(errors="surrogateescape") + b"\0")
+    known.update(parts.held_out.tobytes())
+    if parts.is_validation is not None:
+        known.update(parts.is_validation.tobytes())
+    network = options.network
+    known.update(str(options.min_documents).encode())
+    known.update(b"" if network is None else network.profile.encode())
+    return known.hexdigest()
+
+
+def _earlier(run: Path, options: MailOptions) -> str | None:
+    """Return the digest of a training that can be continued; None for a new one. Refuse anything else."""
+    directory = run / MAIL
+    if not (directory / DESCRIPTION_FILE).exists():
+        if not is_free(run):
+            raise RunError(f"{run} is not empty and not a mail model", hint="Choose another --run directory.")
+        return None
+    facts = load_model(directory).facts
+    if facts.get("complete") or options.network is None:
+        raise RunError(f"{run} already holds a mail model", hint="Choose another --run directory.")
+    return str(facts.get("inputs"))
 
 
 def _save(model: MailModel, report: Report, directory: Path, *, complete: bool) -> Report:

@@ -147,12 +147,12 @@ def open_run(path: Path, config: RunConfig) -> Run:
             f"{path} has checkpoints, but its recipe.yaml is missing",
             hint="Restore it (each checkpoint's state.json contains what it learned), or use another --run.",
         )
-    elif not _is_free(path):
+    elif not is_free(path):
         raise RunError(f"{path} is not empty and not a run", hint=_OTHER_RUN)
     return run
 
 
-def _is_free(path: Path) -> bool:
+def is_free(path: Path) -> bool:
     """Whether there is nothing, or only what a start leaves that was killed before it wrote a recipe."""
     if not path.is_dir():
         return True
@@ -200,7 +200,7 @@ def new_run(path: Path, config: RunConfig) -> Iterator[Run]:
             run = Run(partial)
             begin(run, config)
             yield run
-            if path.is_dir() and _is_free(path):
+            if path.is_dir() and is_free(path):
                 for leftover in path.iterdir():
                     leftover.unlink()
     except OSError as error:
@@ -243,7 +243,7 @@ def set_aside(path: Path) -> Path | None:
     A symbolic link stays: the run that it leads to is renamed, and the link leads to a new directory.
     """
     target = check_path(path)
-    if not target.exists() or _is_free(target):
+    if not target.exists() or is_free(target):
         return None
     if not is_run(target):
         raise RunError(f"{path} is not a run, so it stays where it is", hint=_OTHER_RUN)

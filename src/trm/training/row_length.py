@@ -85,7 +85,9 @@ class RowLength:
             self.calm_since = now
         if now - self.calm_since >= manager.settings.grow_after_seconds:
             self.calm_since = now
-            self._adjust(manager.average_percent or 0.0, "memory pressure is over", step)
+            percent_used = manager.average_percent or 0.0
+            if percent_used < self.lengths.grow_below_percent:
+                self._adjust(percent_used, "memory pressure is over", step)
 
     def cut(self, reason: str, step: int) -> bool:
         """Return whether rows could be cut any further."""

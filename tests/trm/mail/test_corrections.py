@@ -62,3 +62,14 @@ def test_a_message_that_is_corrected_again_has_its_last_category(trained, tmp_pa
     with open_classifier(run) as classifier:
         assert len(classifier.corrections) == 1
         assert categories(classifier, [given]) == ["work"]
+
+
+def test_corrections_of_two_processes_are_both_kept(trained, tmp_path):
+    run = copy_of(trained[0], tmp_path)
+    one, other = messages("travel", [1, 2])
+    with open_classifier(run) as first, open_classifier(run) as second:
+        first.learn([one], "spam")
+        second.learn([other], "spam")
+    with open_classifier(run) as classifier:
+        assert len(classifier.corrections) == 2
+        assert categories(classifier, [one, other]) == ["spam", "spam"]

@@ -59,6 +59,7 @@ def test_an_exported_model_holds_no_message_and_says_what_it_reveals(untrained, 
     for raw in LETTERS:
         assert raw.split(b"\n\n", 1)[1].strip() not in content
     assert str(untrained).encode() not in content
+    assert b"nothing" not in (tmp_path / "model" / "mail.json").read_bytes()  # the path of the dataset
     card = (tmp_path / "model" / "README.md").read_text()
     assert "at least\n2 training messages" in card
     assert "not used" not in card
@@ -109,6 +110,8 @@ def test_a_compressed_model_is_smaller_and_still_answers(untrained, tmp_path):
     assert small.files[name] < 0.6 * plain.files[name]
     one, other = (trm.load_mail(tmp_path / each).classify_all(LETTERS) for each in ("plain", "small"))
     assert one != other
+    assert "measured before the export" in (tmp_path / "small" / "README.md").read_text()
+    assert "measured before the export" not in (tmp_path / "plain" / "README.md").read_text()
     assert np.mean([a.category == b.category for a, b in zip(one, other, strict=True)]) > 0.8
 
 

@@ -2,20 +2,23 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 from letters import TOPICS, letter, write_mailbox
 from tiny import Recorder
 
-from macbook_optimization.errors import DataError, RunError
+from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.cli import cli
 from trm.mail.deciding import open_classifier
 from trm.mail.explain import as_html, explain
-from trm.mail.model import BASELINE, LINEAR, load_model
+from trm.mail.model import BASELINE, LINEAR, load_model, save_model
+from trm.mail.network_training import NetworkOptions
 from trm.mail.training import MailOptions, train_mail
 from trm.tasks.documents.labels import load_map
 from trm.tasks.documents.mailboxes import Message
+from trm.tasks.documents.splits import SplitRules
 
 
 def test_a_model_of_a_small_mailbox_classifies_new_messages(trained):
@@ -126,3 +129,77 @@ def test_a_mapping_of_a_mailbox_is_written_once_and_can_be_trained_with(tmp_path
     assert report.quality["categories"] == {"spam": 30, "travel": 30, "office": 30}
     with pytest.raises(DataError, match="exists"):
         CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
+def small_mailbox(directory, texts):
+    """Write a directory with the given messages in each folder."""
+    for folder, messages in texts.items():
+        (directory / folder).mkdir(parents=True)
+        for number, text in enumerate(messages):
+            (directory / folder / f"{number}.eml").write_text(f"Subject: {folder}\n\n{text}\n")
+    return directory
+
+
+def test_a_category_of_copies_can_be_trained(tmp_path):
+    """Its messages are in one fold, so some tables of cross-validation see only the other category."""
+    copies = ["one two three four five six seven eight nine ten"] * 3
+    others = [f"meeting {number} about the budget of project {number}" for number in range(8)]
+    mailbox = small_mailbox(tmp_path / "mail", {"copies": copies, "others": others})
+    options = MailOptions(held_out=SplitRules("random", 0.0))
+    model, _ = train_mail([mailbox], tmp_path / "run", options, Recorder())
+    assert model.categories == ("copies", "others")
+
+
+def test_words_that_are_too_rare_are_reported(tmp_path):
+    mailbox = write_mailbox(tmp_path / "mailbox")
+    with pytest.raises(DataError, match="No word occurs in 900 messages"):
+        train_mail([mailbox], tmp_path / "run", MailOptions(min_documents=900), Recorder())
+
+
+def test_a_split_by_time_needs_dates(tmp_path):
+    texts = {name: [f"{name} number {number}" for number in range(20)] for name in ("one", "other")}
+    options = MailOptions(held_out=SplitRules("time", 0.1))
+    with pytest.raises(DataError, match="No message can be held out by time"):
+        train_mail([small_mailbox(tmp_path / "mail", texts)], tmp_path / "run", options, Recorder())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_with_something_else_is_not_used(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letter.txt").write_text("mine")
+    with pytest.raises(RunError, match="not empty and not a mail model"):
+        train_mail([write_mailbox(tmp_path / "mailbox")], tmp_path / "run", MailOptions(), Recorder())
+
+
+@pytest.mark.parametrize("change", ["mail", "seed", "min_df"])
+def test_an_unfinished_training_is_not_continued_with_other_input(trained, tmp_path, change):
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    model = load_model(run / "mail")
+    save_model(replace(model, facts={**model.facts, "complete": False}), run / "mail")
+    before = (run / "mail" / "mail.json").read_bytes()
+    options = MailOptions(network=NetworkOptions())
+    mailbox = write_mailbox(tmp_path / "mailbox", seed=1 if change == "mail" else 0)
+    if change == "seed":
+        options = replace(options, held_out=SplitRules("random", 0.1, seed=4))
+    if change == "min_df":
+        options = replace(options, min_documents=3)
+    with pytest.raises(RunError, match="begun with other mail or options"):
+        train_mail([mailbox], run, options, Recorder())
+    assert (run / "mail" / "mail.json").read_bytes() == before
+
+
+def test_a_small_mailbox_gets_the_linear_path_and_is_told_so(tmp_path):
+    display = Recorder()
+    options = MailOptions(network=NetworkOptions())
+    model, _ = train_mail([write_mailbox(tmp_path / "mailbox")], tmp_path / "run", options, display)
+    assert model.network is None
+    assert any("81 training messages are fewer than the 200" in text for text in display.messages)
+    assert load_model(tmp_path / "run" / "mail").facts["complete"]
+
+
+def test_keys_that_the_mail_decides_about_cannot_be_overridden(tmp_path):
+    for override in ("seed=7", "task=sudoku", "data.path=elsewhere"):
+        with pytest.raises(ConfigError, match="cannot be set"):
+            NetworkOptions(overrides=(override,)).config(tmp_path, 300)
+    config = NetworkOptions().config(tmp_path / "Mail #1: [x]", 300)
+    assert config.data.path == tmp_path / "Mail #1: [x]" / "dataset"

@@ -122,6 +122,11 @@ def _right(unseen: dict[str, Float32Array], blend: Sequence[str], categories: In
 
 def _fit_hinge(bags: Bags, categories: IntArray, weights: FloatArray, num_categories: int) -> Table:
     svm, sparse = _libraries()
+    present = np.unique(categories)
+    if len(present) < 2:  # nothing to tell apart: a fold of a small mailbox
+        bias = np.full(num_categories, -1.0, dtype=np.float32)
+        bias[present] = 0.0
+        return Table(np.zeros((bags.num_columns, num_categories), dtype=np.float32), bias)
     shape = (len(bags), bags.num_columns)
     matrix = sparse.csr_matrix((bags.weights.astype(np.float64), bags.indices, bags.starts), shape=shape)
     solver = svm.LinearSVC(C=1.0, random_state=_SEED)
