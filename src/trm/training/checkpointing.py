@@ -133,6 +133,13 @@ class Checkpointer:
                     hint="Free some disk space; the same command resumes from there.",
                 ) from None
 
+    def save_interrupted(self, save: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Save after a request to stop. NaN and Inf are not saved: the earlier checkpoints stay."""
+        try:
+            self.save_or_wait(save, check, stopping=True)
+        except NonFiniteError as error:
+            self.log.message(f"{error} {self.what_is_safe.capitalize()}.")
+
     def _wait(self, check: Callable[[], None], stopping: bool) -> None:
         for _ in range(int(RETRY_SECONDS * 5)):
             if not stopping:

@@ -52,6 +52,19 @@ class Outcome:
     target: float | None
 
 
+def lower_on_plateau(state: TrainingState, best: BestSoFar, evaluation: EvalRow, log: RunLog) -> None:
+    """Lower the learning rate if the primary metric has stopped improving, and record that."""
+    before = state.plateau.scale
+    state.after_evaluation(best.value_of(evaluation))
+    plateau = state.plateau
+    if plateau.scale < before and plateau.best is not None:
+        log.event(LearningRateLowered(state.step, plateau.scale, plateau.best))
+        log.message(
+            f"{metric_label(best.metric).capitalize()} has not exceeded {plateau.best:.1%}: the learning "
+            f"rate is {plateau.scale:.3g} of its schedule now."
+        )
+
+
 @dataclass
 class Trainer:
     """One start of a run. What happens between two steps is in `run`, in the order in which it happens."""
@@ -102,7 +115,9 @@ class Trainer:
         metrics = StepMetrics(self.log, self.state.stage, self.state.phase)
         self.checkpointer.saved_at = time.monotonic()
         if self.started_from is not None:
-            self._keep_start(self.started_from)
+            self.log.event(Initialised(self.started_from))
+            self.log.message(f"{self.started_from}.")
+            self._save()  # so that resuming needs nothing that the initial weights came from
         try:
             while True:
                 self._run_due_tasks(stop)  # evaluate, save, cool down
@@ -124,18 +139,12 @@ class Trainer:
                 self._adapt(time.monotonic() - started, limits)
         except Interrupted:
             reason = "interrupted"
-            self._save_interrupted(stop)
+            self.checkpointer.save_interrupted(self._save, stop.check)
         metrics.write()
         seconds = self.elapsed()
         self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
         return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target)
-
-    def _keep_start(self, description: str) -> None:
-        """Save the initial weights, so that resuming needs nothing that they came from."""
-        self.log.event(Initialised(description))
-        self.log.message(f"{description}.")
-        self._save()
 
     def _run_due_tasks(self, stop: StopRequest) -> None:
         """Nothing is due while steps are skipped: the weights are those of the last checkpoint, or as suspect
@@ -147,7 +156,7 @@ class Trainer:
         try:
             if self.evaluator.is_due():
                 evaluation = self.evaluator.run(self.elapsed, stop)
-                self._react_to_plateau(evaluation)  # before a save, which contains the decision
+                lower_on_plateau(self.state, self.best, evaluation, self.log)  # a save contains the decision
                 self.best.offer(evaluation, self._save)
             if (percent := power.battery_fell()) is not None:
                 self.log.event(LowBattery(percent, step))
@@ -159,17 +168,6 @@ class Trainer:
                 self._cool(reason, stop)
         except NonFiniteError as error:  # in the weights, so there is nothing to continue with
             self._roll_back(error)
-
-    def _react_to_plateau(self, evaluation: EvalRow) -> None:
-        before = self.state.plateau.scale
-        self.state.after_evaluation(self.best.value_of(evaluation))
-        plateau = self.state.plateau
-        if plateau.scale < before and plateau.best is not None:
-            self.log.event(LearningRateLowered(self.state.step, plateau.scale, plateau.best))
-            self.log.message(
-                f"{metric_label(self.best.metric).capitalize()} has not exceeded {plateau.best:.1%}: the "
-                f"learning rate is {plateau.scale:.3g} of its schedule now."
-            )
 
     def _reason_to_stop(self, limits: Limits) -> str | None:
         if self.best.reached_target:
@@ -264,12 +262,6 @@ class Trainer:
             return False
         self.best.mark_at_end(self.state.step)
         return True
-
-    def _save_interrupted(self, stop: StopRequest) -> None:
-        try:
-            self.checkpointer.save_or_wait(self._save, stop.check, stopping=True)
-        except NonFiniteError as error:
-            self.log.message(f"{error} {self.checkpointer.what_is_safe.capitalize()}.")
 
     def _roll_back(self, error: NonFiniteError) -> None:
         recovery.roll_back(self.state, self.checkpointer, self.best, self.log, error)

@@ -131,7 +131,13 @@ def test_a_pipe_a_device_or_a_directory_is_refused_immediately(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "packed", [b"\x1f\x8b and more", b"\xfd7zXZ\0 and more", gzip.compress(b"x" * 99)[:-9]]
+    "packed",
+    [b"\x1f\x8b and more", b"\xfd7zXZ\0 and more", gzip.compress(b"x" * 99)[:-9]],
+    ids=[
+        "no gzip",
+        "no xz",
+        "truncated",
+    ],  # an archive contains the time, and workers must agree on the names
 )
 def test_a_damaged_archive_is_refused(tmp_path, packed):
     (tmp_path / "p").write_bytes(packed)
