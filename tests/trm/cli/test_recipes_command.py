@@ -129,6 +129,7 @@ def test_a_recipe_that_cannot_be_read_is_reported_and_the_others_are_listed(inst
     assert found["sudoku-6x6"]["problem"] is None
 
 
+@pytest.mark.slow
 def test_a_broken_recipe_is_shown_and_copied_with_a_warning_and_not_trained(installed, tmp_path):
     trm, directory = installed
     text, problem = BROKEN["duplicate"]

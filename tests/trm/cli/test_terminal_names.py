@@ -25,6 +25,7 @@ def workspace(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

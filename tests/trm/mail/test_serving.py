@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -142,9 +142,11 @@ def test_clients_that_never_read_their_answer_are_counted(shared):
 
 def test_a_parser_that_is_killed_is_replaced(shared):
     path, _, run = shared
-    parsers = [
-        each for each in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(each.cmdline())
-    ]
+    parsers = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # one that has just ended
+            if "spawn_main" in " ".join(each.cmdline()):
+                parsers.append(each)
     assert parsers
     for parser in parsers:
         parser.kill()

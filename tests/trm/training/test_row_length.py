@@ -179,6 +179,7 @@ def starve(monkeypatch, widest):
     monkeypatch.setattr(TinyRecursiveModel, "forward", starved)
 
 
+@pytest.mark.slow
 def test_a_run_whose_longest_rows_do_not_fit_continues_with_shorter_ones(tmp_path, dataset, monkeypatch):
     starve(monkeypatch, widest=64)
     outcome = run(config_of(dataset), tmp_path / "run")
@@ -191,6 +192,7 @@ def test_a_run_whose_longest_rows_do_not_fit_continues_with_shorter_ones(tmp_pat
     assert Run(tmp_path / "run").checkpoints().newest_intact().metadata["max_length"] == 54
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_length_of_its_checkpoint(tmp_path, dataset, monkeypatch):
     with monkeypatch.context() as patch:
         starve(patch, widest=64)

@@ -103,6 +103,7 @@ def test_every_message_is_counted_once(whole):
     assert not directory.with_name("set.import").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_nothing_that_was_read(mbox, whole, tmp_path, interrupted, monkeypatch):
     interrupted(60)
     display = Recorder()
@@ -188,6 +189,7 @@ def test_text_of_messages_does_not_stay_behind_if_a_build_is_killed_at_its_end(m
     assert not (tmp_path / "set.import").exists()
 
 
+@pytest.mark.slow
 def test_a_directory_and_several_sources_continue(tmp_path, interrupted, monkeypatch):
     for number, raw in enumerate(messages(40)):
         folder = tmp_path / "mail" / list(WORDS)[number % 2]
@@ -298,6 +300,7 @@ def test_the_command_reports_what_the_mail_is_like(mbox, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
+@pytest.mark.slow
 def test_another_split_continues_with_the_same_records(mbox, tmp_path):
     display = Stopping("training the tokenizer")
     with pytest.raises(KeyboardInterrupt):
