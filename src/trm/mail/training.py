@@ -145,16 +145,14 @@ def _split(items: list[SplitItem], options: MailOptions) -> _Parts:
     if options.network is None or len(inside) < MIN_MESSAGES:
         return _Parts(held_out, None)
     rules = replace(options.held_out, test_share=VALIDATION_SHARE, seed=options.held_out.seed + 1)
-    return _Parts(held_out, _chosen(inside, rules))
+    is_validation = _chosen(inside, rules)
+    return _Parts(held_out, is_validation if is_validation.any() else None)
 
 
 def _chosen(items: list[SplitItem], rules: SplitRules) -> BoolArray:
     is_test = choose_test(items, rules)
-    if not is_test.any() and len(items) * rules.test_share >= 1:
-        raise DataError(
-            f"No message can be held out by {rules.method}",
-            hint="Use --split random; --split time needs messages with a date.",
-        )
+    if rules.method == "time" and not is_test.any():
+        raise DataError("No message has a date, so none can be held out by time", hint="Use --split random.")
     return is_test
 
 

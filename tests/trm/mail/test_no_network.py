@@ -168,6 +168,8 @@ def test_no_mail_command_opens_a_network_connection(guarded, tmp_path):
     raw = (tmp_path / letter).read_bytes()
     assert trm("filter", "run", given=raw).endswith(raw)
     trm("explain", "run", letter, "--html", "reasons.html")
+    trm("mapping", "mail", "--out", "mapping.yaml")
+    trm("export", "run", "exported")
     trm("learn", "run", "spam", letter)
     trm("forget", "run", letter)
     trm("eval", "run", "mail", "--html", "eval.html")

@@ -128,7 +128,7 @@ def test_ctrl_c_loses_nothing_that_was_read(mbox, whole, tmp_path, interrupted, 
 KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[4:]
-from trm.tasks.documents import email, spool
+from trm.tasks.documents import importing, spool
 from test_importing import Recorder, build
 from pathlib import Path
 
@@ -152,7 +152,7 @@ elif kind == "save":
         original(self, directory)
     spool.State.save = save
 elif kind == "remove":
-    email.remove_spool = die
+    importing.remove_spool = die
 display = Recorder(lambda what, done: what == when and die())
 build(sys.argv[1], Path(sys.argv[2]), display, checkpoint_seconds=0.0)  # after every message
 """
