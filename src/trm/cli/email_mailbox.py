@@ -182,7 +182,7 @@ def _undone_lines(undone: Undone, path: Path) -> list[str]:
     if undone.with_other_flags:
         lines.append(f"{counted(undone.with_other_flags, 'message')} had other flags by now, and kept them.")
     if undone.in_place:
-        lines.append(f"{counted(undone.in_place, 'message')} had not left or was back already.")
+        lines.append(f"{counted(undone.in_place, 'message')} needed no move: not sorted, or already back.")
     lines.append(f"{counted(undone.moved_back, 'message')} moved back in {path}.")
     if undone.earlier_sorts:
         lines.append(f"The same command takes the sort before it back; {undone.earlier_sorts} are left.")

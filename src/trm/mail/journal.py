@@ -81,7 +81,7 @@ def read_journal(root: Path) -> list[Sort]:
 
 
 def write_journal(root: Path, sorts: Sequence[Sort]) -> None:
-    """Replace the journal by one of these sorts, or remove it if there are none."""
+    """Write a journal of these sorts in place of the present one; without any, remove it."""
     path = root / FILE_NAME
     if sorts:
         replace_file(path, b"".join(_encoded(line) for each in sorts for line in each.lines()))

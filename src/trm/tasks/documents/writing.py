@@ -34,7 +34,7 @@ from trm.tasks.documents.tokens import (
     padded,
 )
 
-ROWS_AT_A_TIME = 1000
+_ROWS_AT_A_TIME = 1000
 _CHARACTERS_AT_A_TIME = 2**21
 
 # Documents, their tokens (n, L) and the number of the first row -> inputs and labels, (n, L) each.
@@ -118,7 +118,7 @@ def _batches(documents: Part) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         num_characters += len(document.mail.text)
-        if len(batch) == ROWS_AT_A_TIME or num_characters > _CHARACTERS_AT_A_TIME:
+        if len(batch) == _ROWS_AT_A_TIME or num_characters > _CHARACTERS_AT_A_TIME:
             yield batch
             batch = []
             num_characters = 0
