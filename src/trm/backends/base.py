@@ -8,8 +8,8 @@ Two values cross it: `Program` says what is computed, `Execution` says how.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
 from macbook_optimization.errors import ConfigError, LaptopError
@@ -109,6 +109,7 @@ class StepResult:
     exact: BoolArray  # (n,) per slot of the batch
     num_exact: int  # slots of all ranks that were answered exactly
     halt_margins: Float32Array  # (n,) positive where the slot wants to halt
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of this step: forward, backward, optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from trm.runs.rows import Row
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+RESOURCES = "resources.jsonl"
 DATASET = "dataset"  # of a run that has a dataset of its own
 MAIL = "mail"  # of a run that is a part of a mail model: the rest of it
 PREPARED = (DATASET, MAIL)  # may exist before the run begins
@@ -107,7 +108,7 @@ class Run:
 
     def follow(self) -> Follower:
         """Return a reader of new rows and events, for any process that watches this run."""
-        return Follower((self.path / METRICS, self.path / EVENTS))
+        return Follower(tuple(self.path / name for name in (METRICS, EVENTS, RESOURCES)))
 
 
 def _open_to_append(path: str, flags: int) -> int:

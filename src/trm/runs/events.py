@@ -226,6 +226,17 @@ class MemoryGrows(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Advised(Event):
+    """A diagnosis of the running training; each kind is recorded once until its cause has gone."""
+
+    name = "advice"
+    step: int
+    diagnosis: str  # its kind, such as "contention"
+    evidence: str  # what was measured
+    advice: str  # what to change
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadsChanged(Event):
     name = "threads"
     step: int

@@ -55,7 +55,7 @@ class Follower:
     _offsets: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode, bytes read
 
     def read(self) -> list[Row]:
-        """Return new rows in the order of the files, each with its `kind`: train, eval or event."""
+        """Return new rows in the order of the files, each with its `kind`: train, eval, event or resources."""
         return [{"kind": kind_of(row), **row} for path in self.paths for row in self._new_rows(path)]
 
     def _new_rows(self, path: Path) -> list[Row]:

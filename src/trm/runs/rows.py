@@ -1,15 +1,20 @@
-"""The rows of `metrics.jsonl`: one kind for training, one for evaluations."""
+"""The rows of `metrics.jsonl`, one kind for training and one for evaluations, and of `resources.jsonl`.
+
+Every row has the `time` at which it was written, in seconds since the epoch, so that rows of different files
+and events can be put in order. Earlier versions wrote none.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
 
 Row = JsonObject  # as read from a file, of this or an earlier version
-Kind = Literal["train", "eval"]
+Kind = Literal["train", "eval", "resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,11 @@ class TrainRow:
     curriculum_stage: int | None = None  # after this step; absent without a curriculum
     phase: str | None = None  # of this step; absent without phases
     max_length: int | None = None  # to which rows are cut; absent without `training.adaptive_min_length`
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last row, by activity
 
     def to_json(self) -> Row:
-        return {"kind": "train", **{name: value for name, value in asdict(self).items() if value is not None}}
+        facts = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"kind": "train", "time": time.time(), **facts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,28 @@ class EvalRow:
         facts = {name: value for name, value in asdict(self).items() if value is not None}
         metrics = facts.pop("metrics")
         tables = facts.pop("tables")
-        return {"kind": "eval", **metrics, **facts, **({"tables": tables} if tables else {})}
+        return {"kind": "eval", "time": time.time(), **metrics, **facts, **({"tables": tables} if tables else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceRow:
+    """The machine and the trainer, about once per second. What the system does not report is None."""
+
+    cpu_percent: list[float]  # per logical core, since the row before
+    process_cpu_percent: float | None  # of the trainer, in percent of one core; None if it is not running
+    rss_bytes: int | None  # of the trainer
+    available_bytes: int  # memory of the machine that programs could still take
+    total_bytes: int
+    swap_bytes: int  # in use
+    temperature: float | None  # degrees Celsius
+    thermal_level: str | None  # on macOS: nominal, moderate, heavy, trapping, sleeping
+    is_throttling: bool | None
+    speed_limit_percent: int | None
+    battery_percent: float | None
+    on_battery: bool | None
+
+    def to_json(self) -> Row:
+        return {"kind": "resources", "time": time.time(), **asdict(self)}
 
 
 def kind_of(row: JsonMapping) -> str:

@@ -67,7 +67,8 @@ class Checkpointer:
         started = time.monotonic()
         if self.saved_step != step:
             try:
-                self.manager.save(step, tensors, metadata)
+                with self.log.timed("saving"):
+                    self.manager.save(step, tensors, metadata)
             except CheckpointError as error:
                 self._failed(step, error, time.monotonic() - started)
                 return False

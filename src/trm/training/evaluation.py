@@ -149,7 +149,8 @@ class Evaluator:
 
     def run(self, elapsed: Callable[[], float], stop: StopRequest) -> EvalRow:
         """Evaluate, record and show the result. `elapsed` returns the training time so far."""
-        found = self._evaluate(stop)
+        with self.log.timed("evaluation"):
+            found = self._evaluate(stop)
         step = self.state.step
         seconds = elapsed()
         self.evaluated = step

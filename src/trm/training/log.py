@@ -6,7 +6,10 @@ Nothing here may stop training. Rows that a full disk refuses wait in memory unt
 from __future__ import annotations
 
 import json
-from collections import deque
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -33,11 +36,21 @@ class RunLog:
 
     run: Run
     display: Display
+    spent: Counter[str] = field(default_factory=Counter)  # seconds by activity, since the last row
     _waiting: deque[tuple[str, JsonMapping]] = field(default_factory=lambda: deque(maxlen=10_000))
     _warned: bool = False
 
     def message(self, text: str) -> None:
         self.display.message(text)
+
+    @contextmanager
+    def timed(self, activity: str) -> Iterator[None]:
+        """Count the time inside as spent on this activity."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[activity] += time.monotonic() - started
 
     def event(self, event: Event) -> None:
         self._append(EVENTS, event.to_row())
@@ -116,6 +129,7 @@ class StepMetrics:
         self.results.append(result)
         self.timing = timing
         self.step_seconds += timing.step_seconds
+        self.log.spent.update(result.seconds)
         self.loss = float(np.mean([each.loss for each in self.results]))
         self.samples_per_second = sum(len(each.exact) for each in self.results) / self.step_seconds
         if stage is not None and stage != self.stage:
@@ -155,7 +169,9 @@ class StepMetrics:
             curriculum_stage=None if self.stage is None else self.stage.number,
             phase=None if self.timing.phase is None else self.timing.phase.name,
             max_length=self.timing.max_length,
+            spent={activity: round(seconds, 6) for activity, seconds in self.log.spent.items()},
         )
+        self.log.spent.clear()
         self.log.row(row)
         leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)
         if leak is not None:

@@ -243,7 +243,8 @@ class Trainer:
         seconds = self.config.limits.cooling_delay_seconds
         self.log.event(CoolingBreak(reason, seconds, self.state.step))
         self.log.message(f"Pausing for {seconds:g} s: {reason}.")
-        self.resources.power.cool(stop.check)
+        with self.log.timed("waiting"):
+            self.resources.power.cool(stop.check)
 
     def _save(self) -> bool:
         state = self.state

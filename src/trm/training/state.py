@@ -6,8 +6,9 @@ but its examples are passed over, as another attempt would end the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.checkpoint_management import Warn, python_warning
@@ -154,9 +155,12 @@ class TrainingState:
             puzzle_emb_lr=factor * training.puzzle_emb_lr,
             label_smoothing=label_smoothing_of_step(step, training),
         )
+        started = time.monotonic()
         batch = self.feed.batch(slots, step, self.max_length)
         self.feed.read_ahead(slots, stage)
+        waited = time.monotonic() - started
         result = self.learner.step(batch, settings, next_size)
+        result = replace(result, seconds={**result.seconds, "data": waited})
         max_steps = config.model.halt_max_steps if training.supervision == "deep" else 1
         self.slots = slots.supervised_once(
             result.halt_margins, config.seed, max_steps, config.model.halt_exploration_prob

@@ -8,8 +8,8 @@ update, so an interrupted step has not happened.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, check_shapes
 from trm.backends.pytorch.optim import OPTIMIZERS, average_into, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
+from trm.backends.pytorch.step_tensors import StepTensors
 from trm.backends.pytorch.workers import ThreadWorkers
-from trm.batch import IGNORE_LABEL, Batch, exact_rows
+from trm.batch import Batch, exact_rows
 from trm.plan import Execution
 
 
@@ -80,9 +81,11 @@ class TorchLearner:
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
         self.model.zero_grad(set_to_none=True)
         losses: list[SlotLosses] = []
+        times = _Times()
 
         def add(computed: _Computed) -> None:
             losses.append(computed.losses)
+            times.add(computed)
             for tensor, gradient in zip(tensors.learned, computed.gradients, strict=True):
                 if tensor.grad is None:
                     tensor.grad = gradient
@@ -91,9 +94,10 @@ class TorchLearner:
 
         by_length = batch.by_length()
         with allocations(torn=False):
-            tensors = _StepTensors.of(self, batch, by_length)
+            tensors = StepTensors.of(self, batch, by_length)
             compute = partial(self._gradients, tensors, settings)
             self.workers.map(len(batch), next_size, compute, add)
+        times.computed = time.monotonic()
         total = float(sum(each.total for each in losses))
         in_slot_order = partial(_in_slot_order, by_length)
         correct = in_slot_order([each.correct_tokens for each in losses])
@@ -113,6 +117,7 @@ class TorchLearner:
             exact=to_array(exact),
             num_exact=round(counts[3]),
             halt_margins=to_array(halt_margins.float()),
+            seconds=times.shares(),
         )
 
     def first_row(self, batch: Batch) -> int:
@@ -124,8 +129,9 @@ class TorchLearner:
             raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
         return first - int(owned.start)
 
-    def _gradients(self, tensors: _StepTensors, settings: StepSettings, rows: slice) -> _Computed:
+    def _gradients(self, tensors: StepTensors, settings: StepSettings, rows: slice) -> _Computed:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
+        started = time.monotonic()
         taken = tensors.take(rows)
         new_latents = self.model(
             taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
@@ -139,9 +145,11 @@ class TorchLearner:
             settings.label_smoothing,
         )
         mean = losses.total / self.program.num_slots
+        forward = time.monotonic()
         gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
         tensors.keep(rows, new_latents)
-        return _Computed(list(gradients), losses._replace(total=losses.total.detach()))
+        losses = losses._replace(total=losses.total.detach())
+        return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
 
     def _sum_over_ranks(self, counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Sum gradients and counts in one message, so that every rank makes the same update."""
@@ -157,7 +165,7 @@ class TorchLearner:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _update(self, loss: float, tensors: _StepTensors, settings: StepSettings) -> float:
+    def _update(self, loss: float, tensors: StepTensors, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf")))
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
@@ -209,114 +217,26 @@ class TorchLearner:
 class _Computed(NamedTuple):
     gradients: list[Tensor | None]
     losses: SlotLosses
+    forward_seconds: float
+    backward_seconds: float
 
 
-class _MicroBatch(NamedTuple):
-    inputs: Tensor
-    labels: Tensor
-    padding: Tensor | None
-    puzzle_rows: Tensor | None
-    latents: Tensor
-    weights: Tensor | None
+class _Times:
+    """Where the time of one step goes. Workers overlap, so their seconds are scaled to those that passed."""
 
+    def __init__(self) -> None:
+        self.started = self.computed = time.monotonic()
+        self.forward = self.backward = 0.0
 
-@dataclass
-class _StepTensors:
-    """The tensors of one step, read and written slice by slice. Row i belongs to this rank's i-th slot.
+    def add(self, computed: _Computed) -> None:
+        self.forward += computed.forward_seconds
+        self.backward += computed.backward_seconds
 
-    With `by_length`, a slice is one of that order, so that rows of similar length share a micro-batch and
-    little of it is padding.
-    """
-
-    model: TinyRecursiveModel
-    batch: Batch
-    inputs: Tensor
-    labels: Tensor
-    fresh: Tensor
-    padding: Tensor | None
-    learned: list[Tensor]  # what the gradient is taken for
-    latents: Tensor | None
-    new_latents: Tensor | None
-    noise: float
-    first_row: int  # of the latents
-    by_length: IntArray | None  # the order in which rows are computed; None for the order of the slots
-    rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
-    row_ids: Tensor | None = None
-    row_of_slot: Tensor | None = None
-
-    @classmethod
-    def of(cls, learner: TorchLearner, batch: Batch, by_length: IntArray | None) -> _StepTensors:
-        model = learner.model
-        device = learner.device
-        padding = None if batch.padding is None else to_tensor(batch.padding, device)
-        labels = to_tensor(batch.labels, device)
-        tensors = cls(
-            model=model,
-            batch=batch,
-            inputs=to_tensor(batch.inputs, device),
-            labels=labels if padding is None else labels.masked_fill(padding, IGNORE_LABEL),
-            fresh=to_tensor(batch.fresh, device),
-            padding=padding,
-            learned=list(model.parameters()),
-            latents=learner.latents,
-            new_latents=learner.spare,
-            noise=learner.training.noise,
-            first_row=learner.first_row(batch),
-            by_length=by_length,
-        )
-        if model.config.puzzle_emb_ndim:
-            identifiers = to_tensor(batch.puzzle_identifiers, device)
-            tensors.row_ids, tensors.row_of_slot = torch.unique(identifiers, return_inverse=True)
-            tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
-            tensors.learned.append(tensors.rows)
-        return tensors
-
-    def take(self, part: slice) -> _MicroBatch:
-        """Return a micro-batch, trimmed to its own longest row."""
-        rows = self._rows(part)
-        taken = self.batch[rows].trimmed()
-        length = taken.inputs.shape[1]
-        latents = self.model.start(len(taken), length)
-        if taken.noise_seeds is not None:
-            generators = (torch.Generator().manual_seed(int(seed)) for seed in taken.noise_seeds)
-            drawn = [self.model.noise(generator, length) for generator in generators]
-            latents = latents + self.noise * torch.cat(drawn, dim=2)
-        if self.latents is not None:
-            carried = self.latents[:, : latents.shape[1], self._own(rows)]
-            latents = torch.where(self.fresh[rows][:, None], latents, carried)
-        puzzle_rows = None
-        if self.rows is not None and self.row_of_slot is not None:
-            puzzle_rows = self.rows[self.row_of_slot[rows]]
-        padding = None if self.padding is None else self.padding[rows, :length]
-        weights = None
-        if taken.weights is not None:
-            weights = to_tensor(taken.weights, self.inputs.device).to(self.model.initial_latents.dtype)
-        return _MicroBatch(
-            inputs=self.inputs[rows, :length],
-            labels=self.labels[rows, :length],
-            padding=padding,
-            puzzle_rows=puzzle_rows,
-            latents=latents,
-            weights=weights,
-        )
-
-    def keep(self, part: slice, new_latents: Tensor) -> None:
-        if self.new_latents is not None:
-            own = self._own(self._rows(part))
-            positions = new_latents.shape[1]
-            self.new_latents[:, :positions, own] = new_latents.detach()
-            # What remains of an earlier, wider step would not survive a checkpoint.
-            self.new_latents[:, positions:, own] = 0
-
-    def _rows(self, part: slice) -> slice | IntArray:
-        """Return the rows of a slice of the order of computation."""
-        return part if self.by_length is None else self.by_length[part]
-
-    def _own(self, rows: slice | IntArray) -> slice | IntArray:
-        """Return the place of these rows in this rank's latents."""
-        if isinstance(rows, slice):
-            return slice(self.first_row + rows.start, self.first_row + rows.stop)
-        return self.first_row + rows
+    def shares(self) -> dict[str, float]:
+        passed = self.computed - self.started
+        forward = passed * self.forward / max(self.forward + self.backward, 1e-9)
+        optimizer = time.monotonic() - self.computed
+        return {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
 
 
 def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,125 @@
+"""The tensors of one training step, read and written by micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trm.arrays import IntArray
+from trm.backends.pytorch.device import to_tensor
+from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.batch import IGNORE_LABEL, Batch
+
+if TYPE_CHECKING:
+    from trm.backends.pytorch.learner import TorchLearner
+
+
+class MicroBatch(NamedTuple):
+    inputs: Tensor
+    labels: Tensor
+    padding: Tensor | None
+    puzzle_rows: Tensor | None
+    latents: Tensor
+    weights: Tensor | None
+
+
+@dataclass
+class StepTensors:
+    """The tensors of one step, read and written slice by slice. Row i belongs to this rank's i-th slot.
+
+    With `by_length`, a slice is one of that order, so that rows of similar length share a micro-batch and
+    little of it is padding.
+    """
+
+    model: TinyRecursiveModel
+    batch: Batch
+    inputs: Tensor
+    labels: Tensor
+    fresh: Tensor
+    padding: Tensor | None
+    learned: list[Tensor]  # what the gradient is taken for
+    latents: Tensor | None
+    new_latents: Tensor | None
+    noise: float
+    first_row: int  # of the latents
+    by_length: IntArray | None  # the order in which rows are computed; None for the order of the slots
+    rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
+    row_ids: Tensor | None = None
+    row_of_slot: Tensor | None = None
+
+    @classmethod
+    def of(cls, learner: TorchLearner, batch: Batch, by_length: IntArray | None) -> StepTensors:
+        model = learner.model
+        device = learner.device
+        padding = None if batch.padding is None else to_tensor(batch.padding, device)
+        labels = to_tensor(batch.labels, device)
+        tensors = cls(
+            model=model,
+            batch=batch,
+            inputs=to_tensor(batch.inputs, device),
+            labels=labels if padding is None else labels.masked_fill(padding, IGNORE_LABEL),
+            fresh=to_tensor(batch.fresh, device),
+            padding=padding,
+            learned=list(model.parameters()),
+            latents=learner.latents,
+            new_latents=learner.spare,
+            noise=learner.training.noise,
+            first_row=learner.first_row(batch),
+            by_length=by_length,
+        )
+        if model.config.puzzle_emb_ndim:
+            identifiers = to_tensor(batch.puzzle_identifiers, device)
+            tensors.row_ids, tensors.row_of_slot = torch.unique(identifiers, return_inverse=True)
+            tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
+            tensors.learned.append(tensors.rows)
+        return tensors
+
+    def take(self, part: slice) -> MicroBatch:
+        """Return a micro-batch, trimmed to its own longest row."""
+        rows = self._rows(part)
+        taken = self.batch[rows].trimmed()
+        length = taken.inputs.shape[1]
+        latents = self.model.start(len(taken), length)
+        if taken.noise_seeds is not None:
+            generators = (torch.Generator().manual_seed(int(seed)) for seed in taken.noise_seeds)
+            drawn = [self.model.noise(generator, length) for generator in generators]
+            latents = latents + self.noise * torch.cat(drawn, dim=2)
+        if self.latents is not None:
+            carried = self.latents[:, : latents.shape[1], self._own(rows)]
+            latents = torch.where(self.fresh[rows][:, None], latents, carried)
+        puzzle_rows = None
+        if self.rows is not None and self.row_of_slot is not None:
+            puzzle_rows = self.rows[self.row_of_slot[rows]]
+        padding = None if self.padding is None else self.padding[rows, :length]
+        weights = None
+        if taken.weights is not None:
+            weights = to_tensor(taken.weights, self.inputs.device).to(self.model.initial_latents.dtype)
+        return MicroBatch(
+            inputs=self.inputs[rows, :length],
+            labels=self.labels[rows, :length],
+            padding=padding,
+            puzzle_rows=puzzle_rows,
+            latents=latents,
+            weights=weights,
+        )
+
+    def keep(self, part: slice, new_latents: Tensor) -> None:
+        if self.new_latents is not None:
+            own = self._own(self._rows(part))
+            positions = new_latents.shape[1]
+            self.new_latents[:, :positions, own] = new_latents.detach()
+            # What remains of an earlier, wider step would not survive a checkpoint.
+            self.new_latents[:, positions:, own] = 0
+
+    def _rows(self, part: slice) -> slice | IntArray:
+        """Return the rows of a slice of the order of computation."""
+        return part if self.by_length is None else self.by_length[part]
+
+    def _own(self, rows: slice | IntArray) -> slice | IntArray:
+        """Return the place of these rows in this rank's latents."""
+        if isinstance(rows, slice):
+            return slice(self.first_row + rows.start, self.first_row + rows.stop)
+        return self.first_row + rows
