@@ -18,9 +18,12 @@ from trm.reports.curves import MARK_GROUPS, Chart, Mark, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WIDTH_INCHES = 5.2
 _HEIGHT_INCHES = 2.9
+_BOTTOM = 0.16  # share of the height
+_BOTTOM_WITH_LEGEND = 0.24
 _INK = "#010101"
 _GRID = "#010102"
 _SERIES = ("#010103", "#010104", "#010105")
@@ -63,18 +66,17 @@ def draw_chart(chart: Chart) -> str:
 
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES))
-        figure.subplots_adjust(left=0.13, right=0.98, top=0.96, bottom=0.24)
-        axes = figure.add_subplot()
-        _draw(axes, chart)
+        _draw(figure, chart)
         content = io.StringIO()
         metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
         figure.savefig(content, format="svg", metadata=metadata)
     return _for_page(content.getvalue(), chart)
 
 
-def _draw(axes: Axes, chart: Chart) -> None:
+def _draw(figure: Figure, chart: Chart) -> None:
+    axes = figure.add_subplot()
     axes.patch.set_visible(False)
-    axes.figure.patch.set_visible(False)
+    figure.patch.set_visible(False)
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -91,10 +93,12 @@ def _draw(axes: Axes, chart: Chart) -> None:
         axes.axhline(limit.y, color=_LIMIT, linewidth=1.2, linestyle=(0, (6, 3)), label=one_line(limit.name))
     _set_scales(axes, chart)
     axes.set_xlabel(chart.x_label)
-    if sum(series.style != "faint" for series in chart.series) + len(chart.limits) > 1 or _has_pair(chart):
-        axes.legend(
-            loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=2, frameon=False, fontsize=8, borderpad=0
-        )
+    has_legend = len(_strong(chart.series)) + len(chart.limits) > 1 or _has_pair(chart)
+    bottom = _BOTTOM_WITH_LEGEND if has_legend else _BOTTOM
+    figure.subplots_adjust(left=0.13, right=0.98, top=0.96, bottom=bottom)
+    if has_legend:
+        below = (0.45, -0.17)
+        axes.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=8, borderpad=0)
 
 
 def _has_pair(chart: Chart) -> bool:

@@ -221,7 +221,7 @@ def _machine_charts(history: History, scales: Scales, clock: Clock) -> list[Char
     resident = _series("trainer", x, [value / GIB for value in memory])
     peak = max((max(series.y) for series in resident), default=0.0)
     return [
-        Chart("memory", "Memory (GiB)", label, resident, _memory_limits(scales, peak), marks),
+        Chart("memory", _memory_title(scales), label, resident, _memory_limits(scales, peak), marks),
         Chart("cpu", _cpu_title(scales), label, _cpu_series(history, scales, x, cpu), [], marks),
         Chart("heat", "Temperature (°C)", label, _of_resources(history, x, "temperature"), [], marks),
         Chart("clock", "Clock limit (%)", label, _of_resources(history, x, "speed_limit_percent"), [], marks),
@@ -241,12 +241,17 @@ def _swap(history: History, x: Sequence[float]) -> list[Series]:
     return _series("swap", x, used) if has_changed else []
 
 
+def _memory_title(scales: Scales) -> str:
+    budget = "" if scales.budget_bytes is None else f", of a budget of {scales.budget_bytes / GIB:.1f}"
+    return f"Memory (GiB{budget})"
+
+
 def _memory_limits(scales: Scales, peak_gib: float) -> list[Limit]:
     """Return the budget; far above the curve, it would flatten it."""
     if scales.budget_bytes is None:
         return []
     budget = scales.budget_bytes / GIB
-    return [Limit(f"budget {budget:.1f} GiB", budget)] if budget <= 4 * peak_gib else []
+    return [Limit("budget", budget)] if budget <= 4 * peak_gib else []
 
 
 def _cpu_title(scales: Scales) -> str:

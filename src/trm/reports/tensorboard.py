@@ -42,11 +42,11 @@ class Written:
 
 def write_event_files(run: Run, directory: Path | None = None) -> Written:
     """Write the event file of a run, in place of an earlier one. By default it is in the run itself."""
-    target = Path(os.path.realpath(directory or run.path / DIRECTORY))
+    target = directory or run.path / DIRECTORY
     _refuse_other_content(target)
     try:
         records, written = _records(run, target)
-        _replace(target, records)
+        _replace(Path(os.path.realpath(target)), records)
     except OSError as error:
         raise RunError(
             f"Cannot write the event files to {target}: {reason_of(error)}",
