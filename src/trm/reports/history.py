@@ -99,7 +99,7 @@ class History:
     evaluations: list[Row] = field(default_factory=list)
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds by activity, over all starts
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, over all starts
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -122,7 +122,9 @@ class History:
         self.train.add(row)
         spent = row.get("spent")
         if isinstance(spent, Mapping):
-            self.spent.update({str(name): number(value) for name, value in spent.items()})
+            for name, value in spent.items():
+                if math.isfinite(number(value)):
+                    self.spent[str(name)] = self.spent.get(str(name), 0.0) + number(value)
 
     def _add_evaluation(self, row: Row) -> None:
         step = number(row.get("step"))
@@ -151,7 +153,9 @@ class History:
 def read_history(run: Run) -> History:
     """Read what a run has recorded until now."""
     history = History()
-    history.add(run.follow().read())
+    follower = run.follow()
+    while rows := follower.read():
+        history.add(rows)
     return history
 
 
