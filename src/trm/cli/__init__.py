@@ -28,6 +28,7 @@ from trm.cli.report import report
 from trm.cli.runs import runs
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
+from trm.cli.watch import watch
 
 
 class _PipeError(Exception):
@@ -59,7 +60,9 @@ def cli() -> None:
         ) from error
 
 
-for command in (data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, report, runs):
+for command in (
+    data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, report, runs, watch,
+):  # fmt: skip
     cli.add_command(command)
 
 

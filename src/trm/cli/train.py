@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     help="Train a finished run, named in place of RECIPE, for N more steps.",
 )
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
+@click.option("--quiet", is_flag=True, help="Show no progress and no messages.")
 @json_option
 def train(
     recipe: str,
@@ -43,6 +45,7 @@ def train(
     max_minutes: float | None,
     max_steps: int | None,
     more_steps: int | None,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Train RECIPE, a YAML file or the name of a shipped one; an earlier run is resumed.
@@ -50,10 +53,17 @@ def train(
     RECIPE may also be the directory of a run, which is resumed with its own recipe. KEY=VALUE overrides a
     recipe key, for example model.hidden_size=256 or plan.threads=1.
     """
-    with showing("Starting"):
+    with nullcontext() if quiet else showing("Starting"):
         from trm.api import Start, train_recipe
 
-    start = Start(fresh=fresh, fit=fit, more_steps=more_steps, max_minutes=max_minutes, max_steps=max_steps)
+    start = Start(
+        fresh=fresh,
+        fit=fit,
+        quiet=quiet,
+        more_steps=more_steps,
+        max_minutes=max_minutes,
+        max_steps=max_steps,
+    )
     outcome = train_recipe(recipe, overrides, run, start)
     show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":

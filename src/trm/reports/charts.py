@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH_INCHES = 5.2
-_HEIGHT_INCHES = 2.9
-_BOTTOM = 0.16  # share of the height
-_BOTTOM_WITH_LEGEND = 0.24
+_HEIGHT_INCHES = 3.0
+_BOTTOM = 0.17  # share of the height
+_BOTTOM_WITH_LEGEND = 0.27
 _INK = "#010101"
 _GRID = "#010102"
 _SERIES = ("#010103", "#010104", "#010105")
@@ -41,7 +41,7 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "trm",  # the same input gives the same file
     "text.parse_math": False,  # names come from files
     "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 9.0,
+    "font.size": 10.0,
     "path.simplify": True,
     "text.color": _INK,
     "axes.labelcolor": _INK,
@@ -95,10 +95,10 @@ def _draw(figure: Figure, chart: Chart) -> None:
     axes.set_xlabel(chart.x_label)
     has_legend = len(_strong(chart.series)) + len(chart.limits) > 1 or _has_pair(chart)
     bottom = _BOTTOM_WITH_LEGEND if has_legend else _BOTTOM
-    figure.subplots_adjust(left=0.13, right=0.98, top=0.96, bottom=bottom)
+    figure.subplots_adjust(left=0.14, right=0.98, top=0.96, bottom=bottom)
     if has_legend:
-        below = (0.45, -0.17)
-        axes.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=8, borderpad=0)
+        below = (0.45, -0.2)
+        axes.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9, borderpad=0)
 
 
 def _has_pair(chart: Chart) -> bool:

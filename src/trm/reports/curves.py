@@ -13,10 +13,11 @@ from typing import Literal
 
 import numpy as np
 
+from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import GIB
 from trm.arrays import FloatArray
+from trm.reports.event_text import describe_event
 from trm.reports.history import History, number
-from trm.reports.wording import event_text
 from trm.runs.listing import metric_label
 from trm.runs.rows import Row
 
@@ -133,8 +134,7 @@ class _StepMarks:
 def _mark_at(x: float, event: Row) -> Mark | None:
     if not math.isfinite(x):
         return None
-    text = f"{event.get('event')}: {event_text(event)}"
-    return Mark(x, group_of(event), text)
+    return Mark(x, group_of(event), one_line(describe_event(event)))
 
 
 def thin_marks(marks: Sequence[Mark]) -> list[Mark]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from macbook_optimization.errors import ConfigError, RunError
 from macbook_optimization.file_errors import reason_of
 from macbook_optimization.input_files import read_input
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.terminal_text import visible
+from macbook_optimization.terminal_text import one_line, visible
 from macbook_optimization.units import MIB
 from trm.config import RunConfig
 from trm.plan import Plan
@@ -32,12 +32,14 @@ from trm.reports.description import (
     recipe_facts,
 )
 from trm.reports.diagnosis import Finding
+from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
 from trm.reports.history import History, number
 from trm.reports.run_state import RunState, state_of
 from trm.reports.targets import ResourceSummary, scales_of, summarise_resources
-from trm.reports.wording import duration, event_text, share, significant
+from trm.reports.wording import duration, share, significant
 from trm.runs.directory import EVENTS, MAIL, METRICS, RESOURCES, Run
+from trm.runs.events import Advised
 from trm.runs.listing import metric_label, primary_metric
 from trm.runs.reading import Follower
 from trm.runs.rows import Row
@@ -50,6 +52,14 @@ _NOT_METRICS = (
     "tasks_total",
 )  # fmt: skip
 _MAX_RECIPE_BYTES = MIB
+
+
+Diagnose = Callable[[Run, History], Sequence[Finding]]
+
+
+def no_diagnosis(run: Run, history: History) -> list[Finding]:
+    """Leave the advice to what was recorded while the run was training."""
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +149,9 @@ class _Sources:
     problems: list[str]
 
 
-def gather(
-    run: Run, examples: Examples, findings: Sequence[Finding] = (), history: History | None = None
-) -> Report:
-    """Gather everything that a report says. `findings` are those of a diagnosis of the whole run."""
-    sources = _read(run, history)
+def gather(run: Run, examples: Examples, diagnose: Diagnose = no_diagnosis) -> Report:
+    """Gather everything that a report says. `diagnose` returns what was found in the run as a whole."""
+    sources = _read(run)
     metric, _ = primary_metric(sources.best) or (_likely_metric(sources.history), None)
     plan = sources.plan
     scales = scales_of(sources.history, sources.hardware, metric, None if plan is None else plan.budget_bytes)
@@ -165,12 +173,12 @@ def gather(
         num_events=sources.history.event_counts.total(),
         confusion=_confusion(sources, None if result is None else result.best_step),
         examples=examples,
-        findings=_with_recorded(findings, sources.history),
+        findings=_findings(sources, diagnose),
         problems=sources.problems,
     )
 
 
-def _read(run: Run, history: History | None) -> _Sources:
+def _read(run: Run) -> _Sources:
     problems: list[str] = []
     config = None
     try:
@@ -181,8 +189,7 @@ def _read(run: Run, history: History | None) -> _Sources:
     if plan is None:
         problems.append("plan.json is missing or cannot be read.")
     hardware = read_object(run.path / "hardware.json", problems)
-    if history is None:
-        history = read_history_leniently(run, problems)
+    history = read_history_leniently(run, problems)
     if not history.recent and not history.evaluations:
         problems.append(f"{METRICS} has no row that can be read.")
     return _Sources(run, config, plan, hardware, history, run.checkpoints().best() or {}, problems)
@@ -250,7 +257,7 @@ def _last_time(history: History) -> float:
 def _when(time: float) -> str:
     """Return a time in the zone of this machine, to the second."""
     try:
-        return datetime.fromtimestamp(time).astimezone().isoformat(" ", "seconds")
+        return datetime.fromtimestamp(time).isoformat(" ", "seconds")
     except (ValueError, OverflowError, OSError):
         return "not reported"
 
@@ -286,7 +293,7 @@ def time_shares(history: History) -> list[TimeShare]:
     recorded = float(sum(history.spent.values()))
     seconds = training_seconds(history)
     total = max(recorded, seconds) if math.isfinite(seconds) else recorded
-    spent: dict[str, float] = dict(history.spent.most_common())
+    spent = dict(sorted(history.spent.items(), key=lambda part: -part[1]))
     if total > recorded:
         spent["other"] = total - recorded
     return [TimeShare(name, value, value / total if total else 0.0) for name, value in spent.items()]
@@ -301,7 +308,9 @@ def _event_line(event: Row) -> EventLine:
     step = number(event.get("step"))
     name = visible(str(event.get("event")))
     place = int(step) if math.isfinite(step) else None
-    return EventLine(_when(number(event.get("time"))), place, group_of(event), name, event_text(event))
+    return EventLine(
+        _when(number(event.get("time"))), place, group_of(event), name, one_line(describe_event(event))
+    )
 
 
 def _confusion(sources: _Sources, step: int | None) -> Confusion | None:
@@ -309,12 +318,13 @@ def _confusion(sources: _Sources, step: int | None) -> Confusion | None:
     return confusion_of(sources.run.path, dataset, sources.history, step)
 
 
-def _with_recorded(findings: Sequence[Finding], history: History) -> list[Finding]:
-    """Add what was found while the run was training, unless the diagnosis of the whole run has its kind."""
+def _findings(sources: _Sources, diagnose: Diagnose) -> list[Finding]:
+    """Return the diagnosis, and what was found while the run was training but not by the diagnosis."""
+    findings = [] if sources.config is None else list(diagnose(sources.run, sources.history))
     known = {finding.kind for finding in findings}
     recorded: dict[str, Finding] = {}
-    for event in history.events:
-        if event.get("event") == "advice" and (kind := str(event.get("diagnosis"))) not in known:
+    for event in sources.history.events:
+        if event.get("event") == Advised.name and (kind := str(event.get("diagnosis"))) not in known:
             step = number(event.get("step"))
             recorded[kind] = Finding(
                 kind=kind,

@@ -100,7 +100,7 @@ class History:
     evaluations: list[Row] = field(default_factory=list)
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds by activity, over all starts
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, over all starts
     thermal_levels: Counter[str] = field(default_factory=Counter)  # resource rows by level, on macOS
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -126,8 +126,9 @@ class History:
         self.train.add(row)
         spent = row.get("spent")
         if isinstance(spent, Mapping):
-            seconds = {str(name): number(value) for name, value in spent.items()}
-            self.spent.update({name: value for name, value in seconds.items() if value >= 0})
+            for name, value in spent.items():
+                if 0 <= number(value) < math.inf:
+                    self.spent[str(name)] = self.spent.get(str(name), 0.0) + number(value)
 
     def _add_evaluation(self, row: Row) -> None:
         step = number(row.get("step"))

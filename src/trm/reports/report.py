@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
 from macbook_optimization.terminal_text import visible
 from trm.reports.confusion import Confusion
 from trm.reports.curves import MARK_GROUPS
-from trm.reports.diagnosis import Finding
 from trm.reports.examples import Examples, no_examples
-from trm.reports.facts import Report, gather
+from trm.reports.facts import Diagnose, Report, gather, no_diagnosis
 from trm.reports.targets import MACHINES
 from trm.reports.wording import duration
 from trm.runs.directory import Run
 
 FILE_NAME = "report.html"
+_CODE = re.compile(r"`([^`]+)`")
 
 
-def write_report(run: Run, findings: Sequence[Finding] = (), examples: Examples | None = None) -> Path:
+def write_report(run: Run, diagnose: Diagnose = no_diagnosis, examples: Examples | None = None) -> Path:
     """Write `report.html` in a run and return its path; raise `RunError` if it cannot be written.
 
     Without `examples` the page says how to get them: they need the backend, which takes seconds to load.
     """
-    shown = examples or no_examples(
-        f"`trm report {run.path}` adds pictures of answers, for tasks that have them."
-    )
-    run.write(FILE_NAME, as_html(gather(run, shown, findings)))
+    later = f"`trm report {run.path}` adds pictures of answers, for tasks that have them."
+    run.write(FILE_NAME, as_html(gather(run, examples or no_examples(later), diagnose)))
     return run.path / FILE_NAME
 
 
 def as_html(report: Report) -> str:
     """Return the page. Every text in it is escaped by the template."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     from trm.reports.charts import draw_chart
 
@@ -44,6 +43,9 @@ def as_html(report: Report) -> str:
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    environment.filters["code"] = lambda text: Markup(
+        _CODE.sub(r"<code>\1</code>", str(escape(visible(text))))
     )
     template = environment.get_template("report.html.jinja")
     return template.render(
@@ -54,6 +56,7 @@ def as_html(report: Report) -> str:
         examples=sorted(report.examples.shown, key=lambda example: not example.is_right),
         machines=MACHINES,
         duration=duration,
+        zone=datetime.now().astimezone().strftime("UTC%z"),
         version=metadata.version("macbook-trm"),
     )
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from macbook_optimization.input_files import open_descriptor
+from macbook_optimization.terminal_text import one_line
 from trm.config import RunConfig
+from trm.reports.event_text import describe_event
 from trm.reports.history import History, number
-from trm.reports.wording import STOP_REASONS
 from trm.runs.directory import Run
 from trm.runs.events import Stopped
 from trm.runs.listing import is_done, primary_metric
@@ -46,8 +47,7 @@ def state_of(run: Run, config: RunConfig | None, history: History) -> RunState:
 
 def _stopped(run: Run, config: RunConfig | None, stop: Row) -> RunState:
     reason = str(stop.get("reason"))
-    why = STOP_REASONS.get(reason, reason)
-    text = f"It ended after step {stop.get('step', '?')}: {why}."
+    text = f"It {one_line(describe_event(stop))}."
     checkpoints = run.checkpoints()
     _, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
     step = checkpoints.newest_step() or 0

@@ -72,7 +72,7 @@ def _facts(history: History, scales: Scales) -> list[Fact]:
         "memory of the trainer, mean": size(float(np.mean(memory))) if memory else NOT_REPORTED,
         "memory budget": size(budget),
         "least memory available": size(min(available)) if available else NOT_REPORTED,
-        "swap in use, at most": size(max(swap)) if swap else NOT_REPORTED,
+        "swap in use, at most": _swap(swap),
         "CPU of other programs": _others(history),
         "temperature, at most": f"{max(heat):.0f} °C" if heat else NOT_REPORTED,
         "thermal level": _levels(history),
@@ -94,6 +94,12 @@ def peak_bytes(history: History) -> float:
 def _cpu_percent(history: History, cores: int | None) -> float | None:
     used = _finite(history.resources["process_cpu_percent"]) or _finite(history.train["cpu_percent"])
     return float(np.mean(used)) / cores if used and cores else None
+
+
+def _swap(used: Sequence[float]) -> str:
+    if not used:
+        return NOT_REPORTED
+    return size(max(used)) if max(used) > 0 else "none"
 
 
 def _others(history: History) -> str:

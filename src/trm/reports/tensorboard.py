@@ -18,9 +18,9 @@ from pathlib import Path
 from macbook_optimization.durable_files import new_directory, remove_directory, write_synced
 from macbook_optimization.errors import RunError
 from macbook_optimization.file_errors import hint_for, reason_of
+from trm.reports.event_text import describe_event
 from trm.reports.history import number
 from trm.reports.tfevents import record, scalar_event, text_event, version_event
-from trm.reports.wording import event_text
 from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run
 from trm.runs.reading import Follower
 from trm.runs.rows import Row
@@ -205,4 +205,4 @@ def _text(event: Row, steps: _StepTimes, base: float) -> bytes:
     time = time if math.isfinite(time) else base
     step = number(event.get("step"))
     place = int(step) if 0 <= step < _MAX_STEP else steps.at(time)
-    return text_event(time, place, f"events/{event.get('event')}", event_text(event))
+    return text_event(time, place, f"events/{event.get('event')}", describe_event(event))

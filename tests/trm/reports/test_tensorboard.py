@@ -98,7 +98,7 @@ def test_events_are_texts(tmp_path):
     found = read(write_event_files(recorded_run(tmp_path / "run")).directory)
     (event,) = found.Tensors("events/resumed")
     assert event.step == 10
-    assert event.tensor_proto.string_val == [b"after step 10 (threads)"]
+    assert event.tensor_proto.string_val == [b"resumed after step 10"]
     assert "events/stopped" in found.Tags()["tensors"]
 
 
