@@ -50,6 +50,8 @@ REPORT = FileKind("a report", _is_report)
     metavar="[DIR]",
     help="Also write event files for TensorBoard [default directory: RUN/tensorboard].",
 )
+@click.option("--wandb", is_flag=True, help="Also write an offline run of Weights & Biases to RUN/wandb.")
+@click.option("--trackio", is_flag=True, help="Also add the run to the local database of trackio.")
 @force_option
 @json_option
 def report(
@@ -58,6 +60,8 @@ def report(
     form: str,
     examples: bool | None,
     tensorboard: str | None,
+    wandb: bool,
+    trackio: bool,
     as_json: bool,
 ) -> None:
     """Report on RUN, whether it has finished, is being trained, or died.
@@ -87,6 +91,16 @@ def report(
         if tensorboard is not None:
             display.status("Writing event files")
             written["tensorboard"] = _write_event_files(opened, tensorboard)
+        if wandb:
+            from trm.reports.exporters import export_to_wandb
+
+            display.status("Writing an offline run of W&B")
+            written["wandb"] = str(export_to_wandb(opened))
+        if trackio:
+            from trm.reports.exporters import export_to_trackio
+
+            display.status("Writing to trackio")
+            written["trackio"] = export_to_trackio(opened)
     if form == "markdown" and out is None and not as_json:
         echo(text.rstrip("\n"))
     lines = [f"{name}: {path}" for name, path in written.items()]
