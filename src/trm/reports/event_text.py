@@ -63,7 +63,7 @@ _TEMPLATES: Mapping[str, str] = {
     PhaseBegan.name: "phase {phase}",
     GarbageCollectionStopped.name: "garbage collection returned nothing and was switched off",
     MemoryGrows.name: "memory grows by {mb_per_step:.2f} MiB per step: possibly a leak",
-    ThreadsChanged.name: "{after} threads instead of {before}: {reason}",
+    ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
     Advised.name: "{diagnosis}: {evidence}. {advice}",
