@@ -209,6 +209,12 @@ class Reader:
     def check_checkpoint_import(self, words: list[str], text: str) -> None:
         assert ("lm_head.weight" in text) == ("--new-head" in words)
 
+    def check_report(self, words: list[str], text: str) -> None:
+        page = self.directory / (option(words, "--out") or f"{words[1]}/report.html")
+        assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+        if "--tensorboard" in words:
+            assert list((self.directory / words[1] / "tensorboard").glob("events.out.tfevents.*"))
+
     def check_runs(self, words: list[str], text: str) -> None:
         listed = json.loads(self.execute([str(TRM), *words, "--json"]))
         accuracies = {run["path"]: run["accuracy"] for run in listed}
@@ -231,7 +237,7 @@ def test_the_documents_show_every_important_command():
         "trm data build sudoku", "trm data build maze", "trm data info", "trm checkpoint verify",
         "trm checkpoint import", "trm checkpoint export", "trm email train", "trm email classify",
         "trm email explain", "trm email learn", "trm email sort", "trm email serve", "trm email eval",
-        "trm data build email",
+        "trm data build email", "trm report",
     ):  # fmt: skip
         assert any(command.startswith(important) for command in shown), important
     assert any(

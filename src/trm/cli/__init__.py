@@ -24,6 +24,7 @@ from trm.cli.evaluate import evaluate
 from trm.cli.machine import bench, doctor
 from trm.cli.predict import predict
 from trm.cli.recipes import recipes
+from trm.cli.report import report
 from trm.cli.runs import runs
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
@@ -59,7 +60,9 @@ def cli() -> None:
         ) from error
 
 
-for command in (data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, runs, watch):
+for command in (
+    data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, report, runs, watch,
+):  # fmt: skip
     cli.add_command(command)
 
 

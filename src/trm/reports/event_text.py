@@ -83,7 +83,7 @@ def describe_event(row: Row) -> str:
         if name in _DESCRIBED:
             return _DESCRIBED[name](row)
         return _TEMPLATES[name].format(**row)
-    except (KeyError, ValueError, TypeError, IndexError):
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError):
         return name
 
 

@@ -35,6 +35,7 @@ TRAIN_COLUMNS = (
 RESOURCE_COLUMNS = (
     "time",
     "process_cpu_percent",
+    "machine_cpu_percent",  # mean of the cores
     "rss_bytes",
     "available_bytes",
     "swap_bytes",
@@ -100,6 +101,7 @@ class History:
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
     spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, over all starts
+    thermal_levels: Counter[str] = field(default_factory=Counter)  # resource rows by level, on macOS
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -116,6 +118,8 @@ class History:
 
     def _add_training(self, row: Row) -> None:
         step = number(row.get("step"))
+        if not math.isfinite(step):  # a damaged row
+            return
         if self.recent and not number(self.recent[-1].get("step")) < step:  # resumed from before
             self.train.forget_from("step", step)
         self.recent.append(row)
@@ -123,11 +127,13 @@ class History:
         spent = row.get("spent")
         if isinstance(spent, Mapping):
             for name, value in spent.items():
-                if math.isfinite(number(value)):
+                if 0 <= number(value) < math.inf:
                     self.spent[str(name)] = self.spent.get(str(name), 0.0) + number(value)
 
     def _add_evaluation(self, row: Row) -> None:
         step = number(row.get("step"))
+        if not math.isfinite(step):
+            return
         while self.evaluations and not number(self.evaluations[-1].get("step")) < step:
             self.evaluations.pop()
         self.evaluations.append(row)
@@ -140,7 +146,11 @@ class History:
             return
         if math.isfinite(number(row.get("time"))):
             self.recent_resources.append(row)
-            self.resources.add(row)
+            cores = row.get("cpu_percent")
+            machine = _mean([number(core) for core in cores]) if isinstance(cores, list) else NAN
+            self.resources.add({**row, "machine_cpu_percent": machine})
+            if isinstance(level := row.get("thermal_level"), str):
+                self.thermal_levels[level] += 1
 
     @property
     def step(self) -> int:
@@ -151,17 +161,20 @@ class History:
 
 
 def read_history(run: Run) -> History:
-    """Read what a run has recorded until now."""
+    """Read what a run has recorded until now. Of very many training rows, a sample is read."""
     history = History()
-    follower = run.follow()
-    while rows := follower.read():
-        history.add(rows)
+    history.add(run.follow().skim())
     return history
 
 
 def number(value: object) -> float:
     """Return a number that a file claims, or NaN."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else NAN
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NAN
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return NAN
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 
 from macbook_optimization.input_files import open_input
 from macbook_optimization.json_types import parse_json
 from trm.runs.rows import Row, kind_of
+from trm.runs.skimming import skim_lines
 
 _TAIL_BYTES = 1 << 16
 _MAX_TAIL_BYTES = 1 << 25  # no row is this long: the file is damaged
@@ -60,13 +62,31 @@ class Follower:
         """Return new rows in the order of the files, each with a `kind`: train, eval, event or resources."""
         return [{"kind": kind_of(row), **row} for path in self.paths for row in self._new_rows(path)]
 
+    def skim(self) -> Iterator[Row]:
+        """Yield new rows as `read` does, in bounded memory: of very many, training rows are a sample."""
+        for path in self.paths:
+            yield from self._skimmed(path)
+
+    def _skimmed(self, path: Path) -> Iterator[Row]:
+        try:
+            with open_input(path) as file:
+                status = os.fstat(file.fileno())
+                begin = self._offset(path, status)
+                end = _end_of_lines(file, begin, status.st_size)
+                yield from skim_lines(file, begin, end)
+        except FileNotFoundError:
+            return
+        self._offsets[path] = (status.st_ino, end)
+
+    def _offset(self, path: Path, status: os.stat_result) -> int:
+        inode, offset = self._offsets.get(path, (status.st_ino, 0))
+        return 0 if inode != status.st_ino or offset > status.st_size else offset
+
     def _new_rows(self, path: Path) -> list[Row]:
         try:
             with open_input(path) as file:
                 status = os.fstat(file.fileno())
-                inode, offset = self._offsets.get(path, (status.st_ino, 0))
-                if inode != status.st_ino or offset > status.st_size:
-                    offset = 0
+                offset = self._offset(path, status)
                 file.seek(offset)
                 content = file.read(_CHUNK_BYTES)
         except FileNotFoundError:
@@ -76,6 +96,19 @@ class Follower:
             complete = content
         self._offsets[path] = (status.st_ino, offset + len(complete))
         return _parse(complete)
+
+
+def _end_of_lines(file: BufferedReader, begin: int, size: int) -> int:
+    """Return the end of the last complete line: what follows may still be being written."""
+    end = size
+    while end > begin:
+        start = max(begin, end - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return begin
 
 
 def _parse(content: bytes) -> list[Row]:

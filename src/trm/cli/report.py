@@ -1,0 +1,113 @@
+"""`trm report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from macbook_optimization.input_files import open_input
+from macbook_optimization.output_files import FileKind, OutputFile
+from trm.cli.common import PATH, OutputOption, echo, force_option, json_option, show, showing
+
+if TYPE_CHECKING:
+    from trm.reports.examples import Examples
+    from trm.runs.directory import Run
+
+_BEGINNINGS = (b"<!doctype html>", b"# Report: ")
+
+
+def _is_report(path: Path) -> bool:
+    with open_input(path) as file:
+        return file.read(max(map(len, _BEGINNINGS))).startswith(_BEGINNINGS)
+
+
+REPORT = FileKind("a report", _is_report)
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option(
+    "--out", type=OutputOption(REPORT), help="File to write [default: RUN/report.html; Markdown is printed]."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["html", "markdown"]),
+    default="html",
+    help="Format [default: html].",
+)
+@click.option(
+    "--examples/--no-examples",
+    default=None,
+    help="Draw answers of the best checkpoint, within 60 s [default: unless the run is being trained].",
+)
+@click.option(
+    "--tensorboard",
+    is_flag=False,
+    flag_value="",
+    metavar="[DIR]",
+    help="Also write event files for TensorBoard [default directory: RUN/tensorboard].",
+)
+@force_option
+@json_option
+def report(
+    run: Path,
+    out: OutputFile | None,
+    form: str,
+    examples: bool | None,
+    tensorboard: str | None,
+    as_json: bool,
+) -> None:
+    """Report on RUN, whether it has finished, is being trained, or died.
+
+    The page has curves, the time by activity, the plan and its reasons, resources beside their targets, and
+    advice. It is one file that loads nothing. With --json, nothing is written without --out.
+    """
+    with showing("Reading the run") as display:
+        from trm.reports.facts import gather, open_reported_run
+        from trm.reports.markdown import as_markdown
+        from trm.reports.report import FILE_NAME, as_html
+
+        opened = open_reported_run(run)
+        display.status("Drawing examples")
+        found = gather(opened, _examples(opened, examples))
+        display.status("Writing the report")
+        text = as_html(found) if form == "html" and (out or not as_json) else ""
+        if form == "markdown":
+            text = as_markdown(found)
+        written: dict[str, str] = {}
+        if out is not None:
+            out.write(text.encode())
+            written["report"] = str(out.path)
+        elif form == "html" and not as_json:
+            opened.write(FILE_NAME, text)
+            written["report"] = str(run / FILE_NAME)
+        if tensorboard is not None:
+            display.status("Writing event files")
+            written["tensorboard"] = _write_event_files(opened, tensorboard)
+    if form == "markdown" and out is None and not as_json:
+        echo(text.rstrip("\n"))
+    lines = [f"{name}: {path}" for name, path in written.items()]
+    if as_json or lines:
+        show({**found.to_json(), "written": written}, as_json, "\n".join(lines))
+
+
+def _examples(run: Run, wanted: bool | None) -> Examples:
+    from trm.reports.examples import find_examples, no_examples
+    from trm.reports.run_state import is_locked
+
+    if wanted is False:
+        return no_examples("They were switched off by --no-examples.")
+    if wanted is None and is_locked(run.path):
+        return no_examples(
+            "The run is being trained, and drawing them would slow it down: --examples draws them."
+        )
+    return find_examples(run.path)
+
+
+def _write_event_files(run: Run, directory: str) -> str:
+    from trm.reports.tensorboard import write_event_files
+
+    return str(write_event_files(run, Path(directory) if directory else None).directory)

@@ -1,0 +1,99 @@
+"""Reading a long file of rows in bounded time and memory: a sample of its training rows, and all others.
+
+A week of training writes half a million rows, and a curve needs a few thousand of them. Of a long file, every
+k-th training row is parsed, and so are all rows of the last part and all rows of other kinds. The `spent` of
+the rows in between is added to that of the next one, so the sums are exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BufferedReader
+
+from macbook_optimization.json_types import parse_json
+from macbook_optimization.units import MIB
+from trm.runs.rows import Row, kind_of
+
+MAX_SAMPLED_ROWS = 30_000
+WHOLE_BYTES = 8 * MIB  # a file up to this size is read in full
+_TAIL_BYTES = MIB // 2  # at the end, in full: about a thousand rows
+_MAX_LINE_BYTES = 4 * MIB
+_SAMPLE_BYTES = 64 * 1024
+_TRAIN = b'{"kind": "train"'
+_SPENT = b'"spent": {'
+
+
+def skim_lines(file: BufferedReader, begin: int, end: int) -> Iterator[Row]:
+    """Yield rows with their `kind` from the complete lines between two offsets."""
+    file.seek(begin)
+    skim = _Skim(_stride(file, begin, end), end - _TAIL_BYTES)
+    offset = begin
+    while offset < end:
+        line = file.readline(min(_MAX_LINE_BYTES, end - offset))
+        if not line:
+            return
+        offset += len(line)
+        row = skim.row_of(line, offset)
+        if row is not None:
+            yield row
+
+
+def _stride(file: BufferedReader, begin: int, end: int) -> int:
+    """Return of how many training rows one is parsed; the mean length of a row is that of the first ones."""
+    if end - begin <= WHOLE_BYTES:
+        return 1
+    sample = file.read(_SAMPLE_BYTES)
+    file.seek(begin)
+    num_rows = (end - begin) * max(1, sample.count(b"\n")) / len(sample)
+    return 1 + int(num_rows / MAX_SAMPLED_ROWS)
+
+
+@dataclass
+class _Skim:
+    stride: int
+    tail_begin: int
+    num_train: int = 0
+    spent: Counter[str] = field(default_factory=Counter)  # of the rows that were not parsed
+
+    def row_of(self, line: bytes, offset: int) -> Row | None:
+        """Return the row, or None if it is damaged or one of many."""
+        if line.startswith(_TRAIN):
+            self.num_train += 1
+            if self.num_train % self.stride and offset < self.tail_begin:
+                self._count_spent(line)
+                return None
+        row = _parse_line(line)
+        if row is None:
+            return None
+        if self.spent and row["kind"] == "train":
+            self.spent.update(_seconds(row.get("spent")))
+            row["spent"] = dict(self.spent)
+            self.spent.clear()
+        return row
+
+    def _count_spent(self, line: bytes) -> None:
+        begin = line.rfind(_SPENT)
+        end = line.find(b"}", begin)
+        if begin < 0 or end < 0:
+            return
+        try:
+            self.spent.update(_seconds(json.loads(line[begin + len(_SPENT) - 1 : end + 1].decode())))
+        except ValueError:  # a damaged row
+            return
+
+
+def _seconds(spent: object) -> dict[str, float]:
+    if not isinstance(spent, dict):
+        return {}
+    return {name: value for name, value in spent.items() if isinstance(value, float | int)}
+
+
+def _parse_line(line: bytes) -> Row | None:
+    try:
+        row = parse_json(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        return None
+    return {**row, "kind": kind_of(row)} if isinstance(row, dict) else None
