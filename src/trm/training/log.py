@@ -45,12 +45,12 @@ class RunLog:
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
-        """Count the time inside as spent on this activity."""
-        started = time.monotonic()
+        """Count the time inside as spent on this activity, except for what is counted as another one."""
+        started = time.monotonic() - self.spent.total()
         try:
             yield
         finally:
-            self.spent[activity] += time.monotonic() - started
+            self.spent.update({activity: time.monotonic() - self.spent.total() - started})
 
     def event(self, event: Event) -> None:
         self._append(EVENTS, event.to_row())
