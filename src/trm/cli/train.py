@@ -86,13 +86,14 @@ def _outcome_text(outcome: Outcome) -> str:
     why = {
         "target": "Reached the target",
         "max_steps": "Trained all steps",
+        "early stopping": "Early stopping: the primary metric no longer improved. Training ended",
         "limit": "Reached --max-minutes or --max-steps",
         "interrupted": "Stopped",
     }[outcome.reason]
     lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
     if outcome.step == 0:
         lines = [f"{why} before the first step was finished."]
-    if outcome.reason == "max_steps" and outcome.target and outcome.best:
+    if outcome.reason in ("max_steps", "early stopping") and outcome.target and outcome.best:
         lines.append(f"The target of {outcome.target:.0%} was not reached.")
     metric = primary_metric(outcome.best or {})
     if outcome.best and metric:
@@ -105,7 +106,7 @@ def _outcome_text(outcome: Outcome) -> str:
     lines.append(f"The run is in {outcome.run}.")
     if outcome.reason == "limit":
         lines.append("Without that limit, or with a later one, the same command resumes from there.")
-    if outcome.reason in ("target", "max_steps"):
+    if outcome.reason in ("target", "max_steps", "early stopping"):
         lines.append(f"To train it longer: trm train {outcome.run} --more-steps N")
     if outcome.reason == "interrupted":
         lines.append("The same command resumes from there.")

@@ -21,6 +21,7 @@ from trm.planning.cache import versions
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.schedule import cycles_of_step, label_smoothing_of_step, learning_rate_factor, phase_of_step
 from trm.slots import Slots
+from trm.training.early_stopping import EarlyStopping
 from trm.training.initial import initialise
 from trm.training.plateau import Plateau
 
@@ -77,6 +78,7 @@ class TrainingState:
         self.slots = Slots.new(self.num_slots)[owned_slots(world)]
         self.curriculum = Curriculum()
         self.plateau = Plateau()
+        self.early_stopping = EarlyStopping()
         self.skipped_in_a_row = 0
         self.learning_rate_scale = 1.0
         self.rolled_back_from: int | None = None  # step at which the loss became non-finite
@@ -112,6 +114,7 @@ class TrainingState:
         self.step = checkpoint.step
         self.curriculum = Curriculum(**saved.curriculum)
         self.plateau = Plateau(**saved.plateau.model_dump())
+        self.early_stopping = EarlyStopping(**saved.early_stopping.model_dump())
         self.skipped_in_a_row = saved.skipped_in_a_row
         self.learning_rate_scale = saved.learning_rate_scale
         self.rolled_back_from = saved.rolled_back_from
@@ -128,6 +131,7 @@ class TrainingState:
                 "slots": self.slots.to_lists(),
                 "curriculum": asdict(self.curriculum),
                 "plateau": asdict(self.plateau),
+                "early_stopping": asdict(self.early_stopping),
                 "seconds": seconds,
                 "evaluated": evaluated,
                 "best": best,
@@ -179,10 +183,19 @@ class TrainingState:
         The evaluation at the end of training does not count: it would not be there if the run were longer,
         and more steps must give the same run.
         """
-        settings = self.config.training.plateau
+        training = self.config.training
         every = self.config.evaluation.every_steps
-        if settings is not None and every is not None and self.step % every == 0:
-            self.plateau = self.plateau.after(value, settings)
+        if every is None or self.step % every:
+            return
+        if training.plateau is not None:
+            self.plateau = self.plateau.after(value, training.plateau)
+        if training.early_stopping is not None:
+            self.early_stopping = self.early_stopping.after(value, training.early_stopping)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the primary metric has not improved for as long as the recipe allows."""
+        return self.early_stopping.is_over(self.config.training.early_stopping)
 
     def skip_step(self) -> None:
         """Count a step without its update: every slot takes a new example, from fresh latents."""
@@ -201,6 +214,7 @@ class TrainingState:
             self.step = 0
             self.curriculum = Curriculum()
             self.plateau = Plateau()
+            self.early_stopping = EarlyStopping()
         else:
             self.restore(checkpoint)
         self.skipped_in_a_row = 0
