@@ -36,6 +36,9 @@ class PlanSettings(Section):
     compile: bool | None = None
     """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
     faster."""
+    profile: bool = False
+    """Record a few steps once auto-tuning has finished (`trm train --profile`). This applies to one start:
+    the recipe in the run directory has false."""
 
 
 class LimitSettings(Section):
