@@ -27,6 +27,7 @@ from trm.cli.recipes import recipes
 from trm.cli.runs import runs
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
+from trm.cli.tune import tune
 
 
 class _PipeError(Exception):
@@ -58,7 +59,7 @@ def cli() -> None:
         ) from error
 
 
-for command in (data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, runs):
+for command in (data, checkpoint, doctor, bench, train, tune, evaluate, predict, email, recipes, runs):
     cli.add_command(command)
 
 

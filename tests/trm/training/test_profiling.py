@@ -184,8 +184,9 @@ def test_the_time_of_an_operation_excludes_the_operations_inside_it():
 
 
 def test_the_most_memory_of_a_phase_is_that_while_any_thread_is_in_it():
+    spans = [Span("forward", 1, 0.0, 10.0), Span("backward", 1, 10.0, 20.0), Span("forward", 2, 12.0, 14.0)]
     recording = Recording(
-        spans=[Span("forward", 1, 0.0, 10.0), Span("backward", 1, 10.0, 20.0), Span("forward", 2, 12.0, 14.0)],
+        spans,
         allocations=[
             Allocation(1.0, 100), Allocation(11.0, 50), Allocation(13.0, 200), Allocation(15.0, -300),
             Allocation(16.0, 10), Allocation(30.0, 10_000),
