@@ -150,6 +150,9 @@ class Recorder:
     def message(self, text):
         self.messages.append(text)
 
+    def panel(self, panel, instead_of=""):
+        pass
+
 
 def run(config, path, react=None, **limits):
     from trm.training.loop import Limits

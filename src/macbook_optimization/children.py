@@ -31,6 +31,7 @@ from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.progress_lines import CLEAR_LIVE_LINES
 
 Send = Callable[[Any], None]  # reports one JSON-able row to the parent
+Write = Callable[[str], object]  # like `write` of a file
 # Phrases in which libraries and the interpreter report an OOM. "map segment" is the ImportError of a shared
 # library that cannot be mapped.
 _OOM_PHRASES = (
@@ -43,6 +44,7 @@ _OOM_PHRASES = (
     "can't start new thread",
 )
 _NOT_OOM_SIGNALS = (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_LINES_SECONDS = 2.0  # a process that the child has left behind may keep standard error open
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
 
 
@@ -92,12 +94,16 @@ class ChildOptions(TypedDict, total=False):
 
     `in_front`: it writes to our terminal and receives our signals, as if it were this process. By default a
     child is silent and ends with its parent. `timeout_seconds`: kill it after this time (default: never).
-    `inherited`: file descriptors that it keeps open while it lives.
+    `inherited`: file descriptors that it keeps open while it lives. `write_line`: receives the lines that a
+    child in front writes to standard error, which then do not reach the terminal directly. `on_start`:
+    receives its PID.
     """
 
     in_front: bool
     timeout_seconds: float | None
     inherited: Sequence[int]
+    write_line: Write | None
+    on_start: Callable[[int], None]
 
 
 def run_in_child(
@@ -113,6 +119,7 @@ def run_in_child(
     `on_row` is called here with each row that the function sends. `environment` is added to our own.
     """
     in_front = options.get("in_front", False)
+    write_line = options.get("write_line")
     read_end, write_end = os.pipe()
     stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     mode = "in front" if in_front else "silent"
@@ -120,17 +127,20 @@ def run_in_child(
         [sys.executable, "-P", "-m", __name__, target, str(write_end), str(os.getpid()), mode],
         stdin=subprocess.PIPE,
         stdout=None if in_front else subprocess.DEVNULL,
-        stderr=None if in_front else stderr,
+        stderr=(None if write_line is None else subprocess.PIPE) if in_front else stderr,
         env={**os.environ, **(environment or {})},
         pass_fds=(write_end, *options.get("inherited", ())),
         process_group=0,
         text=True,
+        errors="replace",
     )
     os.close(write_end)
+    options.get("on_start", int)(child.pid)
     timeout = _Timeout(child, options.get("timeout_seconds"))
     try:
         signals = _forwarded_signals(child) if in_front else nullcontext()
-        with os.fdopen(read_end, encoding="utf-8") as messages, signals:
+        lines = nullcontext() if write_line is None else _copied_lines(child, write_line)
+        with os.fdopen(read_end, encoding="utf-8") as messages, signals, lines:
             _send(child, arguments)
             return _receive(child, messages, stderr, on_row, timeout)
     finally:
@@ -138,6 +148,25 @@ def run_in_child(
         child.kill()  # has no effect unless we were interrupted: otherwise it has already ended
         child.wait()
         stderr.close()
+
+
+@contextmanager
+def _copied_lines(child: subprocess.Popen[str], write_line: Write) -> Iterator[None]:
+    """Pass on what the child writes to standard error, until it has ended."""
+    stderr = child.stderr
+    assert stderr is not None
+
+    def copy() -> None:
+        for line in stderr:
+            with suppress(OSError):  # our terminal was closed; the child must not wait for us
+                write_line(line)
+
+    copier = threading.Thread(target=copy, daemon=True)
+    copier.start()
+    try:
+        yield
+    finally:
+        copier.join(_LAST_LINES_SECONDS)
 
 
 class _Timeout:
@@ -265,10 +294,12 @@ def _main(target: str, descriptor: str, parent: str, mode: str) -> None:
     module, _, name = target.partition(":")
     arguments = json.load(sys.stdin)
     messages = os.fdopen(int(descriptor), "w", encoding="utf-8")
+    one_at_a_time = threading.Lock()
 
     def write(kind: str, value: Any) -> None:
-        messages.write(json.dumps([kind, value]) + "\n")
-        messages.flush()
+        with one_at_a_time:
+            messages.write(json.dumps([kind, value]) + "\n")
+            messages.flush()
 
     def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(BrokenPipeError):

@@ -17,6 +17,10 @@ _BAR_COLUMNS = 24
 _LEAST_BAR_COLUMNS = 6  # then 80 columns hold it beside all numbers of a run of some hours
 _SPEED_SECONDS = 30.0  # the time left is that of the recent speed
 _GAP = "  "
+_WIDE_GAP = "   "
+FILLED = "━"
+REST = "─"
+ASCII_MARKS = "#-"  # for a terminal without those
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Bar:
         return max(0.0, at_latest - (now - latest))
 
 
-def fit_bar(bar: Bar, now: float, columns: int, filled: str = "━", rest: str = "─") -> str:
+def fit_bar(bar: Bar, now: float, columns: int, filled: str = FILLED, rest: str = REST) -> str:
     """Return the bar as one line of at most `columns` characters."""
     count = f"{bar.done}/{bar.total}"
     if columns < max(COUNT_ONLY_BELOW_COLUMNS, len(count)):
@@ -65,7 +69,7 @@ def fit_bar(bar: Bar, now: float, columns: int, filled: str = "━", rest: str =
         reserved = for_bar if room >= for_bar else 0
         (elapsed, what), room = _fitting([clock(now - bar.began), bar.what], room - reserved)
         room += reserved
-    drawing = _draw(bar, min(_BAR_COLUMNS, room - len(_GAP)), filled, rest)
+    drawing = draw_bar(bar.done / max(1, bar.total), min(_BAR_COLUMNS, room - len(_GAP)), filled, rest)
     return _GAP.join(filter(None, (what, drawing, count, *facts, elapsed, eta)))
 
 
@@ -81,11 +85,27 @@ def _fitting(texts: Sequence[str], room: int) -> tuple[list[str], int]:
     return shown, room
 
 
-def _draw(bar: Bar, columns: int, filled: str, rest: str) -> str:
+def draw_bar(share: float, columns: int, filled: str = FILLED, rest: str = REST) -> str:
+    """Return a bar, or nothing where there is too little room for one."""
     if columns < _LEAST_BAR_COLUMNS:
         return ""
-    num_filled = int(columns * min(1.0, bar.done / max(1, bar.total)))
+    num_filled = int(columns * min(1.0, max(0.0, share)))
     return filled * num_filled + rest * (columns - num_filled)
+
+
+def fit_texts(texts: Sequence[str], columns: int) -> list[str]:
+    """Return the texts side by side, in as many lines as they need; one that is too long is shortened."""
+    lines: list[str] = []
+    for text in filter(None, texts):
+        if lines and len(lines[-1]) + len(_WIDE_GAP) + len(text) <= columns:
+            lines[-1] += _WIDE_GAP + text
+        else:
+            lines.append(shorten(text, columns))
+    return lines
+
+
+def shorten(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: max(0, columns - 3)]}..."[: max(0, columns)]
 
 
 def fit_status(text: str, seconds: float, columns: int) -> str:

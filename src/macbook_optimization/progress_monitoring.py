@@ -17,14 +17,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import IO, Self, TextIO, cast
+from typing import IO, Protocol, Self, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from macbook_optimization.progress_lines import (
+    ASCII_MARKS,
     CLEAR_LIVE_LINES,
     COUNT_ONLY_BELOW_COLUMNS,
+    FILLED,
+    REST,
     Bar,
     fit_bar,
     fit_status,
@@ -36,6 +39,18 @@ SHOWN_AFTER_SECONDS = 0.5  # a bar beside another one, so that short work does n
 _BEGIN = "\033[?25l\033[?7l\r"  # hide the cursor; do not wrap, in case the terminal has just become narrower
 _END = "\033[J\033[?7h"
 _REST_OF_LINE = "\033[K"
+
+
+class Panel(Protocol):
+    """Lines that are shown instead of one bar."""
+
+    def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
+        """Return lines of at most this many columns; no lines leave the bar in place."""
+        ...
+
+    def summary(self) -> str:
+        """Return what a plain line says in addition, without a terminal."""
+        ...
 
 
 class ProgressDisplay:
@@ -54,6 +69,9 @@ class ProgressDisplay:
         self._next_line: dict[str, float] = {}
         self._bars: dict[str, Bar] = {}
         self._status: tuple[str, float] | None = None  # and since when
+        self._panel: Panel | None = None
+        self._panel_replaces = ""
+        self._coloured_lines: dict[str, str] = {}  # of the last frame
         self._lines: list[str] = []  # on the screen
         self._size = self._console.size
         self._lock = threading.RLock()
@@ -61,6 +79,11 @@ class ProgressDisplay:
         self._refresher = threading.Thread(target=self._refresh, daemon=True)
         self._stderr = sys.stderr
         self._above = _LinesAbove(self._console.file, self.draw)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a terminal that can be drawn on."""
+        return self._live
 
     def __enter__(self) -> Self:
         if self._live:
@@ -107,6 +130,12 @@ class ProgressDisplay:
         elif plain:
             self.message(f"{text}.")
 
+    def panel(self, panel: Panel | None, instead_of: str = "") -> None:
+        """Show a panel while the work `instead_of` is in progress, in place of its bar."""
+        with self._lock:
+            self._panel = panel
+            self._panel_replaces = instead_of
+
     def message(self, text: str) -> None:
         text = visible(text)
         if self._live:
@@ -128,7 +157,9 @@ class ProgressDisplay:
 
     def _frame(self, lines: list[str], above: str | None) -> str:
         permanent = "" if above is None else f"\r\033[J{above}\n"
-        rows = f"{_REST_OF_LINE}\n".join(map(self._coloured, lines))
+        coloured = {line: self._coloured_lines.get(line) or self._coloured(line) for line in lines}
+        self._coloured_lines = coloured  # most lines of the next frame are the same
+        rows = f"{_REST_OF_LINE}\n".join(coloured[line] for line in lines)
         if not rows:
             return permanent or CLEAR_LIVE_LINES
         up = f"\033[{len(lines) - 1}A" if len(lines) > 1 else ""
@@ -136,15 +167,22 @@ class ProgressDisplay:
 
     def _fit(self, columns: int) -> list[str]:
         now = self._now()
-        marks = "#-" if self._console.options.ascii_only else "━─"
+        ascii_only = self._console.options.ascii_only
+        marks = ASCII_MARKS if ascii_only else FILLED + REST
         bars = list(self._bars.values())
-        shown = [bar for bar in bars if bar is bars[0] or now - bar.began >= SHOWN_AFTER_SECONDS]
+        panel: list[str] = []
+        if self._panel is not None and (not self._panel_replaces or self._panel_replaces in self._bars):
+            panel = self._panel.lines(columns, ascii_only=ascii_only)
+        if panel:
+            bars = [bar for bar in bars if bar.what != self._panel_replaces]
+        at_once = None if panel or not bars else bars[0]
+        shown = [bar for bar in bars if bar is at_once or now - bar.began >= SHOWN_AFTER_SECONDS]
         if columns + 1 < COUNT_ONLY_BELOW_COLUMNS:
             shown = shown[:1]
-        if not shown and self._status is not None:
+        if not panel and not shown and self._status is not None:
             text, since = self._status
             return [fit_status(text, now - since, columns)]
-        return [fit_bar(bar, now, columns, *marks) for bar in shown]
+        return [*panel, *(fit_bar(bar, now, columns, *marks) for bar in shown)]
 
     def _coloured(self, line: str) -> str:
         text = Text(line, no_wrap=True)
@@ -165,6 +203,8 @@ class ProgressDisplay:
             del self._next_line[what]
         elif now >= due:
             self._next_line[what] = now + self._every_seconds
+            if self._panel is not None and what == self._panel_replaces:
+                facts = (*facts, visible(self._panel.summary()))
             self.message(f"{what}: {done}/{total} {'  '.join(filter(None, facts))}".rstrip())
 
     def _write(self, text: str) -> None:

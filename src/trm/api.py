@@ -103,9 +103,9 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
         _check_extension(recipe, path, start)
     with only_trainer(path) as lock:  # before anything that takes time
         from macbook_optimization.progress_monitoring import ProgressDisplay
+        from trm.reports.monitor import train_monitored
         from trm.training.extension import extend
         from trm.training.preparation import outcome_if_finished, prepare
-        from trm.training.supervisor import supervise
 
         with nullcontext(Silent()) if start.quiet else ProgressDisplay() as display:
             display.status("Starting")
@@ -116,7 +116,7 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
                 display.message(f"{path} has finished already; nothing is left to train.")
                 return outcome
             job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
-            return supervise(replace(job, quiet=start.quiet), limits, lock)
+            return train_monitored(replace(job, quiet=start.quiet), limits, lock)
 
 
 def default_run(recipe: str | Path) -> Path:

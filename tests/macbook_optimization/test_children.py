@@ -54,6 +54,13 @@ def occupied(send):
     return peak_bytes()
 
 
+def complain(send):
+    send("before")
+    sys.stderr.write("a warning\n")
+    os.write(2, b"of a library \xff\n")
+    raise ZeroDivisionError
+
+
 def in_child(function, arguments=None, **settings):
     variables = {**settings.pop("environment", {}), "PYTHONPATH": os.path.dirname(__file__)}
     return run_in_child(f"test_children:{function}", arguments or {}, environment=variables, **settings)
@@ -134,3 +141,27 @@ def test_an_import_error_is_an_oom_only_under_a_memory_limit(monkeypatch, limit,
         ChildDied(1, True, "ImportError(\"cannot import name 'x' from 'y'\")").may_be_out_of_memory is memory
     )
     assert not ChildDied(1, True, "KeyError('x')").may_be_out_of_memory
+
+
+def test_what_a_child_in_front_writes_to_standard_error_reaches_its_parent_completely():
+    lines, pids = [], []
+    with pytest.raises(ChildDied) as died:
+        in_child("complain", in_front=True, write_line=lines.append, on_start=pids.append)
+    assert lines[:2] == ["a warning\n", "of a library \ufffd\n"]
+    assert lines[-1] == "ZeroDivisionError\n"
+    assert died.value.traceback_shown
+    assert len(pids) == 1
+
+
+def test_a_parent_whose_terminal_is_closed_does_not_block_its_child():
+    def closed(line):
+        raise OSError
+
+    arguments = {"number_of_lines": 20_000}
+    assert in_child("chatter", arguments, in_front=True, write_line=closed) == "done"
+
+
+def chatter(number_of_lines, send):
+    for number in range(number_of_lines):
+        sys.stderr.write(f"line {number}\n")
+    return "done"

@@ -235,6 +235,60 @@ def test_several_bars_have_their_own_times_and_disappear_when_done(live):
     assert screen.lines() == []
 
 
+class Weather:
+    """A panel of two lines, or of none."""
+
+    def __init__(self):
+        self.shown = True
+
+    def lines(self, columns, *, ascii_only):
+        return [f"sunny in {columns} columns", "wind: ━━──"] if self.shown else []
+
+    def summary(self):
+        return "sunny"
+
+
+def test_a_panel_replaces_one_bar_while_that_work_is_in_progress(live):
+    display, screen, clock = live(60)
+    weather = Weather()
+    display.panel(weather, "training")
+    display.draw()
+    assert screen.lines() == []
+    display.update("training", 1, 10)
+    display.update("evaluating", 1, 10)
+    clock.seconds = 1
+    display.draw()
+    assert screen.lines()[:2] == ["sunny in 59 columns", "wind: ━━──"]
+    assert screen.lines()[2].startswith("evaluating")
+    weather.shown = False  # it has nothing to show yet
+    display.draw()
+    assert [line.split()[0] for line in screen.lines()] == ["training", "evaluating"]
+    display.update("evaluating", 10, 10)
+    display.update("training", 10, 10)
+    display.draw()
+    assert screen.lines() == []
+
+
+def test_a_panel_for_no_work_in_particular_is_always_shown(live):
+    display, screen, _ = live(60)
+    display.panel(Weather())
+    display.draw()
+    assert screen.lines() == ["sunny in 59 columns", "wind: ━━──"]
+    screen.resize(30)
+    display.draw()
+    assert screen.lines() == ["sunny in 29 columns", "wind: ━━──"]
+
+
+def test_elsewhere_the_line_of_that_work_has_the_summary():
+    file, clock = io.StringIO(), Clock()
+    display = ProgressDisplay(console=Console(file=file), now=clock)
+    display.panel(Weather(), "training")
+    display.update("training", 1, 10, "loss 1")
+    clock.seconds = 6
+    display.update("training", 2, 10, "loss 1")
+    assert file.getvalue() == "training: 2/10 loss 1  sunny\n"
+
+
 def test_a_status_is_shown_until_there_is_progress(live):
     display, screen, clock = live(80)
     display.status("Loading PyTorch")

@@ -28,6 +28,7 @@ from trm.cli.runs import runs
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
 from trm.cli.tune import tune
+from trm.cli.watch import watch
 
 
 class _PipeError(Exception):
@@ -59,7 +60,7 @@ def cli() -> None:
         ) from error
 
 
-for command in (data, checkpoint, doctor, bench, train, tune, evaluate, predict, email, recipes, runs):
+for command in (data, checkpoint, doctor, bench, train, tune, evaluate, predict, email, recipes, runs, watch):
     cli.add_command(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     help="Record a few steps after auto-tuning: a summary and a trace in the run's directory profile.",
 )
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
+@click.option("--quiet", is_flag=True, help="Show no progress and no messages.")
 @json_option
 def train(
     recipe: str,
@@ -49,6 +51,7 @@ def train(
     max_steps: int | None,
     more_steps: int | None,
     profile: bool,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Train RECIPE, a YAML file or the name of a shipped one; an earlier run is resumed.
@@ -56,10 +59,17 @@ def train(
     RECIPE may also be the directory of a run, which is resumed with its own recipe. KEY=VALUE overrides a
     recipe key, for example model.hidden_size=256 or plan.threads=1.
     """
-    with showing("Starting"):
+    with nullcontext() if quiet else showing("Starting"):
         from trm.api import Start, train_recipe
 
-    start = Start(fresh=fresh, fit=fit, more_steps=more_steps, max_minutes=max_minutes, max_steps=max_steps)
+    start = Start(
+        fresh=fresh,
+        fit=fit,
+        quiet=quiet,
+        more_steps=more_steps,
+        max_minutes=max_minutes,
+        max_steps=max_steps,
+    )
     if profile:
         overrides = (*overrides, "plan.profile=true")
     outcome = train_recipe(recipe, overrides, run, start)

@@ -24,6 +24,7 @@ from trm.mail.calibration import fit_error_curve, log_softmax, softmax
 from trm.mail.mixing import fit_mixture
 from trm.mail.model import MailModel
 from trm.mail.network import Network, weights_file
+from trm.reports.monitor import train_monitored
 from trm.runs.directory import DATASET, Run, only_trainer
 from trm.runs.saved_state import check_compatible
 from trm.tasks.dataset import open_split
@@ -35,7 +36,6 @@ from trm.tasks.documents.tokens import FILE_NAME as TOKENIZER_FILE
 from trm.tasks.documents.tokens import TokenOptions
 from trm.training.loop import Limits
 from trm.training.preparation import prepare
-from trm.training.supervisor import supervise
 
 MEMBERS = "ensemble"  # in the run directory: the runs of all networks but the first
 VALIDATION_SHARE = 0.15
@@ -122,7 +122,7 @@ def add_network(
             _write_dataset(model.categories, given, run, tokens, display)
         config = options.config(run, num_messages, member)
         with nullcontext(lock) if not member else only_trainer(own) as held:
-            outcome = supervise(prepare(config, own, display), Limits(), held)
+            outcome = train_monitored(prepare(config, own, display), Limits(), held)
         if outcome.reason == "interrupted":
             raise KeyboardInterrupt
     display.status("Mixing the two paths")

@@ -99,7 +99,7 @@ class History:
     evaluations: list[Row] = field(default_factory=list)
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds by activity, over all starts
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, over all starts
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -116,16 +116,22 @@ class History:
 
     def _add_training(self, row: Row) -> None:
         step = number(row.get("step"))
+        if not math.isfinite(step):  # a damaged row
+            return
         if self.recent and not number(self.recent[-1].get("step")) < step:  # resumed from before
             self.train.forget_from("step", step)
         self.recent.append(row)
         self.train.add(row)
         spent = row.get("spent")
         if isinstance(spent, Mapping):
-            self.spent.update({str(name): number(value) for name, value in spent.items()})
+            for name, value in spent.items():
+                if math.isfinite(number(value)):
+                    self.spent[str(name)] = self.spent.get(str(name), 0.0) + number(value)
 
     def _add_evaluation(self, row: Row) -> None:
         step = number(row.get("step"))
+        if not math.isfinite(step):
+            return
         while self.evaluations and not number(self.evaluations[-1].get("step")) < step:
             self.evaluations.pop()
         self.evaluations.append(row)
@@ -151,7 +157,9 @@ class History:
 def read_history(run: Run) -> History:
     """Read what a run has recorded until now."""
     history = History()
-    history.add(run.follow().read())
+    follower = run.follow()
+    while rows := follower.read():
+        history.add(rows)
     return history
 
 

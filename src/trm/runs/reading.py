@@ -13,6 +13,7 @@ from trm.runs.rows import Row, kind_of
 
 _TAIL_BYTES = 1 << 16
 _MAX_TAIL_BYTES = 1 << 25  # no row is this long: the file is damaged
+_CHUNK_BYTES = 1 << 23  # that a follower reads at a time; no row is this long either
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -45,7 +46,8 @@ def read_last_row(path: Path, accept: Callable[[Row], bool] = lambda row: True) 
 
 @dataclass
 class Follower:
-    """Reads what was appended since the last call. It never blocks and never writes.
+    """Reads what was appended since the last call, at most 8 MiB of each file at a time, so that a long run
+    needs several calls, until one returns nothing. It never blocks and never writes.
 
     A file that does not exist yet is empty; one that became shorter or was replaced is read from its start,
     so a follower survives restarts of the run.
@@ -55,7 +57,7 @@ class Follower:
     _offsets: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode, bytes read
 
     def read(self) -> list[Row]:
-        """Return new rows in the order of the files, each with its `kind`: train, eval, event or resources."""
+        """Return new rows in the order of the files, each with a `kind`: train, eval, event or resources."""
         return [{"kind": kind_of(row), **row} for path in self.paths for row in self._new_rows(path)]
 
     def _new_rows(self, path: Path) -> list[Row]:
@@ -66,10 +68,12 @@ class Follower:
                 if inode != status.st_ino or offset > status.st_size:
                     offset = 0
                 file.seek(offset)
-                content = file.read()
+                content = file.read(_CHUNK_BYTES)
         except FileNotFoundError:
             return []
         complete = content[: content.rfind(b"\n") + 1]  # the last line may still be being written
+        if not complete and len(content) == _CHUNK_BYTES:  # damaged
+            complete = content
         self._offsets[path] = (status.st_ino, offset + len(complete))
         return _parse(complete)
 

@@ -62,7 +62,13 @@ class EvalRow:
         facts = {name: value for name, value in asdict(self).items() if value is not None}
         metrics = facts.pop("metrics")
         tables = facts.pop("tables")
-        return {"kind": "eval", "time": time.time(), **metrics, **facts, **({"tables": tables} if tables else {})}
+        return {
+            "kind": "eval",
+            "time": time.time(),
+            **metrics,
+            **facts,
+            **({"tables": tables} if tables else {}),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -36,7 +36,7 @@ class RunLog:
 
     run: Run
     display: Display
-    spent: Counter[str] = field(default_factory=Counter)  # seconds by activity, since the last row
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, since the last row
     _waiting: deque[tuple[str, JsonMapping]] = field(default_factory=lambda: deque(maxlen=10_000))
     _warned: bool = False
 
@@ -50,7 +50,11 @@ class RunLog:
         try:
             yield
         finally:
-            self.spent[activity] += time.monotonic() - started
+            self.count({activity: time.monotonic() - started})
+
+    def count(self, seconds: Mapping[str, float]) -> None:
+        for activity, more in seconds.items():
+            self.spent[activity] = self.spent.get(activity, 0.0) + more
 
     def event(self, event: Event) -> None:
         self._append(EVENTS, event.to_row())
@@ -129,7 +133,7 @@ class StepMetrics:
         self.results.append(result)
         self.timing = timing
         self.step_seconds += timing.step_seconds
-        self.log.spent.update(result.seconds)
+        self.log.count(result.seconds)
         self.loss = float(np.mean([each.loss for each in self.results]))
         self.samples_per_second = sum(len(each.exact) for each in self.results) / self.step_seconds
         if stage is not None and stage != self.stage:

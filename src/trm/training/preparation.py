@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Job:
     planner: Planner
     verified: Digests  # of the splits, so that the trainer need not verify them again
     quiet: bool = False  # the trainer shows no progress
+    on_start: Callable[[int], None] = lambda pid: None  # called with the PID of each trainer
 
 
 def prepare(

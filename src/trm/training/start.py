@@ -16,10 +16,9 @@ from macbook_optimization.dataset_management import DatasetManager, DatasetSetti
 from macbook_optimization.errors import AllocationFailed, DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.json_types import JsonMapping, JsonObject
-from macbook_optimization.progress_monitoring import ProgressDisplay
 from trm.backends.base import Backend, Program, SingleProcess, load_backend
 from trm.config import RunConfig
-from trm.display import Display, Silent
+from trm.display import Display, Forwarded, Silent
 from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.planner import Planner
@@ -56,13 +55,12 @@ def train_in_child(
 
     `start` has the limits of this start, and whether it is quiet.
     """
-    send("started")  # the supervisor's status ends, ours begins
+    display = Silent() if start["quiet"] else Forwarded(send)
     try:
-        with nullcontext(Silent()) if start["quiet"] else ProgressDisplay() as display:
-            display.status("Starting the trainer")
-            recipe = RunConfig.model_validate(config)
-            limits = Limits(**start["limits"])
-            outcome = train(recipe, Path(run), Plan.from_json(plan), limits, display, verified)
+        display.status("Starting the trainer")
+        recipe = RunConfig.model_validate(config)
+        limits = Limits(**start["limits"])
+        outcome = train(recipe, Path(run), Plan.from_json(plan), limits, display, verified)
     except (AllocationFailed, MemoryError):
         sys.exit(OUT_OF_MEMORY)
     return {**asdict(outcome), "run": str(outcome.run)}

@@ -9,8 +9,10 @@ progress.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from macbook_optimization.children import ChildDied, run_in_child
@@ -18,6 +20,7 @@ from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.linux_readers import oom_kills
+from trm.display import show_forwarded
 from trm.plan import Plan
 from trm.planning.compile_trial import compiler_cache
 from trm.planning.fitting import too_large
@@ -148,10 +151,12 @@ def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outc
             "start": {"limits": asdict(limits), "quiet": job.quiet},
             "verified": {name: dict(digests) for name, digests in job.verified.items()},
         },
-        on_row=lambda row: display.status(""),  # the trainer has a display of its own
+        on_row=partial(show_forwarded, display),
         environment={**environment(how.threads, compact=how.allocator == "compact"), **compiler_cache()},
         in_front=True,
         inherited=() if lock is None else (lock,),
+        write_line=None if sys.stderr is None else sys.stderr.write,
+        on_start=job.on_start,
     )
     return Outcome(**{**facts, "run": Path(facts["run"])})
 

@@ -91,9 +91,15 @@ def test_every_row_of_the_metrics_is_an_average_of_steps_or_an_evaluation(eventf
     eval_fields = {field.name for field in fields(EvalRow)} - {"metrics", "tables"} - of_groups
     for row in rows:
         if row["kind"] == "train":
-            assert set(row) == train_fields - {"curriculum_stage", "phase", "max_length"} | {"kind"}
+            assert set(row) == train_fields - {"curriculum_stage", "phase", "max_length"} | {"kind", "time"}
         else:
-            assert set(row) == eval_fields | {"kind", "exact_accuracy", "token_accuracy", "halt_accuracy"}
+            assert set(row) == eval_fields | {
+                "kind",
+                "time",
+                "exact_accuracy",
+                "token_accuracy",
+                "halt_accuracy",
+            }
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [10, 20]
 
 

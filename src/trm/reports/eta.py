@@ -1,0 +1,207 @@
+"""How long a run will still take.
+
+The schedule is known: the steps that are left, the recursions of each, the evaluations between them. What a
+recursion, the rest of a step and an evaluation take is measured, recent steps counting more, so that the
+estimate follows another program that comes or goes, a plan that changes, and breaks for cooling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from trm.config import RunConfig
+from trm.reports.history import number
+from trm.runs.rows import Row
+from trm.schedule import cycles_of_step, value_at
+
+HALF_LIFE_SHARE = 0.03  # of the time that the run takes: half of the weight is on steps newer than this
+_HALF_LIFE_SECONDS = (5.0, 300.0)  # at least, at most
+_BREAKS_HALF_LIFE_SECONDS = 300.0  # saves and cooling breaks are rare
+_BREAKS = ("saving", "waiting")
+_MAX_STEP = 2**40  # of a row that is not damaged
+_MAX_EXACT_STEPS = 200  # whose recursions are counted one by one: 50 microseconds each
+_TYPICAL_SHRINKING = 0.7  # measured on 6x6 Sudoku and 10x10 mazes; the run's own evaluations count more
+_NUM_TREND_POINTS = 4  # evaluations that the way to the target is extrapolated from
+
+
+class Eta(NamedTuple):
+    """Seconds until training ends: as it looks now, and if it takes all steps."""
+
+    about_seconds: float
+    at_most_seconds: float
+
+
+@dataclass
+class _Rate:
+    """A ratio of sums whose older parts fade with time."""
+
+    amount: float = 0.0
+    work: float = 0.0
+
+    def add(self, amount: float, work: float, keep: float) -> None:
+        self.amount = keep * self.amount + amount
+        self.work = keep * self.work + work
+
+    @property
+    def value(self) -> float:
+        return self.amount / self.work if self.work else 0.0
+
+
+@dataclass
+class EtaEstimator:
+    """Receives the rows of a run and estimates the time that is left."""
+
+    config: RunConfig
+    metric: str  # the primary one
+    num_examples: int | None = None  # per evaluation
+    step: int = 0
+    _counted: int = 0  # steps whose time is in the rates
+    time: float | None = None  # of the last row, in seconds since the epoch
+    evaluations: list[Row] = field(default_factory=list)
+    _per_cycle: _Rate = field(default_factory=_Rate)  # seconds of a recursion of all slots
+    _per_step: _Rate = field(default_factory=_Rate)  # seconds of the rest of a step
+    _breaks: _Rate = field(default_factory=_Rate)  # seconds of saving and waiting per second of steps
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.get("kind") == "train":
+                self._add_steps(row)
+            elif row.get("kind") == "eval":
+                self._add_evaluation(row)
+            if row.get("kind") in ("train", "eval") and math.isfinite(number(row.get("time"))):
+                self.time = number(row.get("time"))
+
+    def _add_evaluation(self, row: Row) -> None:
+        step = number(row.get("step"))
+        if 0 <= step <= _MAX_STEP:
+            self.step = max(self.step, int(step))  # the row of the last steps comes after it
+            self.evaluations = [*self.evaluations[1 - _NUM_TREND_POINTS :], row]
+
+    def _add_steps(self, row: Row) -> None:
+        step, rate = number(row.get("step")), number(row.get("samples_per_second"))
+        before = self._counted
+        if not 0 <= step <= _MAX_STEP:
+            return
+        self.step = self._counted = int(step)
+        num_steps = self.step - before
+        if num_steps <= 0 or not rate > 0:  # rolled back or resumed
+            return
+        seconds = num_steps * self.config.training.effective_batch_size / rate
+        given = row.get("spent")
+        spent: Mapping[str, float] = given if isinstance(given, dict) else {}
+        forward = min(seconds, _known(spent.get("forward", seconds)))
+        shortest, longest = _HALF_LIFE_SECONDS
+        half_life = min(max(HALF_LIFE_SHARE * self._whole_seconds(), shortest), longest)
+        keep = 0.5 ** (seconds / half_life)
+        self._per_cycle.add(forward, self._cycles_of_row(before, self.step), keep)
+        self._per_step.add(seconds - forward, num_steps, keep)
+        breaks = sum(_known(spent.get(name)) for name in _BREAKS)
+        self._breaks.add(breaks, seconds, 0.5 ** (seconds / _BREAKS_HALF_LIFE_SECONDS))
+
+    def _whole_seconds(self) -> float:
+        return self._seconds_of_steps(0, self.config.training.last_step)
+
+    def estimate(self, now: float | None = None) -> Eta | None:
+        """Return the time that is left at `now`, or None before the first row."""
+        if not self._per_step.work:
+            return None
+        passed = 0.0 if now is None or self.time is None else max(0.0, now - self.time)
+        last_step = self.config.training.last_step
+        at_most = self._seconds_between(self.step, last_step)
+        about = self._seconds_between(self.step, min(last_step, self._step_of_target()))
+        return Eta(max(0.0, about - passed), max(0.0, at_most - passed))
+
+    def _seconds_between(self, step: int, last_step: int) -> float:
+        steps = self._seconds_of_steps(step, last_step) * (1 + self._breaks.value)
+        every = self.config.evaluation.every_steps
+        if every is None:
+            return steps
+        num_evaluations = last_step // every - step // every + (last_step % every > 0)
+        return steps + self._seconds_of_evaluations(num_evaluations)
+
+    def _seconds_of_steps(self, step: int, last_step: int) -> float:
+        cycles = self._cycles(step, last_step)
+        return cycles * self._per_cycle.value + max(0, last_step - step) * self._per_step.value
+
+    def _cycles_of_row(self, step: int, last_step: int) -> float:
+        """Return the recursions of steps that were taken: exactly for few of them."""
+        if last_step - step > _MAX_EXACT_STEPS:
+            return self._cycles(step, last_step)
+        config = self.config
+        steps = range(step + 1, last_step + 1)
+        return sum(cycles_of_step(each, config.model, config.training, config.seed) for each in steps)
+
+    def _cycles(self, step: int, last_step: int) -> float:
+        """Return the recursions to expect of the steps after `step`, up to `last_step`."""
+        training = self.config.training
+        if training.supervision == "deep":
+            return max(0, last_step - step) * self.config.model.cycles_per_step
+        starts = sorted({step, last_step, *(start for start in training.depths if step < start < last_step)})
+        parts = pairwise(starts)
+        return sum((end - start) * (1 + value_at(training.depths, start + 1)) / 2 for start, end in parts)
+
+    def _seconds_of_evaluations(self, count: int) -> float:
+        """Return what the next evaluations will take. They become shorter as answers need fewer steps."""
+        per_step, steps = self._last_evaluation()
+        least = self._least_steps()
+        shrinking = self._shrinking(least) if steps > least else 0.0
+        sum_of_powers = shrinking * (1 - shrinking**count) / (1 - shrinking)
+        return per_step * (count * least + (steps - least) * sum_of_powers)
+
+    def _last_evaluation(self) -> tuple[float, float]:
+        """Return the seconds per inference step, and the steps that an answer took on average."""
+        depth = self.config.inference.depth
+        if self.evaluations:
+            row = self.evaluations[-1]
+            steps = _known(row.get("mean_steps")) or depth
+            return _known(row.get("evaluation_seconds")) / steps, steps
+        if self.num_examples is None:
+            return 0.0, depth
+        model, training = self.config.model, self.config.training
+        cycles = model.cycles_per_step if training.supervision == "deep" else 1
+        slots = training.effective_batch_size
+        return self._per_cycle.value * cycles * self.num_examples / slots, depth
+
+    def _least_steps(self) -> float:
+        """Return the inference steps below which the recipe's early exit does not go."""
+        inference = self.config.inference
+        if inference.converged_after is not None:
+            return min(inference.depth, inference.converged_after + 1)
+        return 1 if inference.halt else inference.depth
+
+    def _shrinking(self, least: float) -> float:
+        """Return the factor by which the steps beyond the least shrink from one evaluation to the next."""
+        steps = [_known(row.get("mean_steps")) - least for row in self.evaluations]
+        ratios = [min(1.0, after / before) for before, after in pairwise(steps) if before > 0.5 and after > 0]
+        return min(0.99, float(np.mean([_TYPICAL_SHRINKING, *ratios])))
+
+    def _step_of_target(self) -> int:
+        """Return the step of the evaluation that will reach the target, by the trend of the last ones."""
+        training, target = self.config.training, self.config.evaluation.target_accuracy
+        every = self.config.evaluation.every_steps
+        found = {number(row.get("step")): number(row.get(self.metric)) for row in self.evaluations}
+        points = [(at, value) for at, value in found.items() if 0 <= at <= _MAX_STEP and math.isfinite(value)]
+        if target is None or every is None or len(points) < _NUM_TREND_POINTS - 1:
+            return training.last_step
+        steps, values = zip(*points, strict=True)
+        slope, offset = np.polyfit(steps, [_logit(value) for value in values], 1)
+        if not slope > 0:
+            return training.last_step
+        reached = max(self.step + 1, (_logit(target) - offset) / slope)
+        return int(min(training.last_step, every * math.ceil(min(reached, 1e12) / every)))
+
+
+def _known(value: object) -> float:
+    found = number(value)
+    return found if math.isfinite(found) else 0.0
+
+
+def _logit(share: float) -> float:
+    share = min(max(share, 0.002), 0.998)
+    return math.log(share / (1 - share))

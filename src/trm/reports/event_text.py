@@ -1,0 +1,96 @@
+"""Events in words, as a reader of a run sees them. Rows come from a file, so any field may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from trm.runs.events import (
+    Advised,
+    BatchGrown,
+    BatchShrunk,
+    CompileTried,
+    CoolingBreak,
+    Damaged,
+    DataMapped,
+    DataOpened,
+    Extended,
+    GarbageCollectionStopped,
+    Imported,
+    Initialised,
+    LearningRateLowered,
+    LowBattery,
+    MemoryGrows,
+    NotSaved,
+    PhaseBegan,
+    PlanChosen,
+    Profiled,
+    Restarted,
+    Resumed,
+    RolledBack,
+    RowLengthChanged,
+    SavedAgain,
+    StageChanged,
+    StepSkipped,
+    Stopped,
+    ThreadsChanged,
+)
+from trm.runs.rows import Row
+
+_REASONS = {
+    "target": "the target is reached",
+    "max_steps": "all steps are taken",
+    "limit": "a limit of this start is reached",
+    "interrupted": "interrupted",
+}
+_TEMPLATES: Mapping[str, str] = {
+    PlanChosen.name: "plan: {accumulation_steps} x {micro_batch_size} examples, {threads} threads",
+    Resumed.name: "resumed after step {step}",
+    Restarted.name: "the trainer {cause}; it started again",
+    Extended.name: "extended to step {last_step}",
+    Imported.name: "weights imported from {file}",
+    Initialised.name: "{description}",
+    Damaged.name: "checkpoint {checkpoint} is damaged and was set aside",
+    NotSaved.name: "step {step} is not saved: {cause}",
+    SavedAgain.name: "step {step} is saved",
+    StepSkipped.name: "step {step} skipped: {cause}",
+    RolledBack.name: "rolled back from step {step} to {to}, learning rate times {learning_rate_scale:g}",
+    LearningRateLowered.name: "learning rate lowered to {scale:.3g} of its schedule",
+    BatchShrunk.name: "micro-batch {after} instead of {before}: {reason}",
+    BatchGrown.name: "micro-batch {after} instead of {before}: {reason}",
+    RowLengthChanged.name: "rows cut to {after} instead of {before} tokens: {reason}",
+    Profiled.name: "{steps} steps profiled; the result is in profile/",
+    DataOpened.name: "dataset: {strategy}",
+    DataMapped.name: "the dataset is no longer held in memory: {reason}",
+    StageChanged.name: "curriculum stage {stage}: the easiest {share:.0%} of the examples",
+    PhaseBegan.name: "phase {phase}",
+    GarbageCollectionStopped.name: "garbage collection returned nothing and was switched off",
+    MemoryGrows.name: "memory grows by {mb_per_step:.2f} MiB per step: possibly a leak",
+    ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
+    CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
+    LowBattery.name: "battery at {percent:.0f} %; saved",
+    Advised.name: "{diagnosis}: {evidence}. {advice}",
+}
+_DESCRIBED: Mapping[str, Callable[[Row], str]] = {
+    Stopped.name: lambda row: (
+        f"stopped after step {row['step']}: {_REASONS.get(row['reason'], row['reason'])}"
+    ),
+    CompileTried.name: lambda row: _describe_compilation(row),
+}
+
+
+def describe_event(row: Row) -> str:
+    """Return what happened; an unknown or damaged event is shown by its name."""
+    name = str(row.get("event"))
+    try:
+        if name in _DESCRIBED:
+            return _DESCRIBED[name](row)
+        return _TEMPLATES[name].format(**row)
+    except (KeyError, ValueError, TypeError, IndexError):
+        return name
+
+
+def _describe_compilation(row: Row) -> str:
+    if row["problem"]:
+        return "compiling failed; training continues without it"
+    gain = row["gain"]
+    return "compiled block tried" if gain is None else f"compiled block tried: {gain:.2f} times as fast"

@@ -1,0 +1,104 @@
+"""What the process that waits for the trainer does meanwhile: samples, live view, diagnosis, report.
+
+It reads the run's files as any other process could, so nothing here can slow or break a training step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+
+from macbook_optimization.resource_monitoring import BackgroundMonitor
+from trm.config import RunConfig
+from trm.display import Display
+from trm.reports.sampling import SampleFile, Sampler
+from trm.reports.view import RunView
+from trm.runs.directory import Run
+from trm.tasks.registry import TASK_NAMES, load_task
+from trm.training.loop import Limits, Outcome
+from trm.training.preparation import Job
+from trm.training.supervisor import supervise
+
+INTERVAL_SECONDS = 1.0
+
+
+class RunMonitor(BackgroundMonitor):
+    """Samples the machine and reads the run once per second, and shows it on a display."""
+
+    def __init__(self, run: Run, config: RunConfig, display: Display) -> None:
+        super().__init__()
+        self.view = view_of(run, config)
+        self.display = display
+        self.sampler = Sampler()
+        self.file = SampleFile(run)
+        self._lock = threading.Lock()  # the display formats in its own thread
+        self._formatted: tuple[tuple[int, bool], list[str]] | None = None
+
+    def trainer_started(self, pid: int) -> None:
+        self.sampler.watch(pid)
+
+    def begin(self) -> None:
+        self.sampler.begin()
+
+    def sample(self) -> None:
+        self.file.append(self.sampler.sample())
+        with self._lock:
+            self.view.read()
+            self._formatted = None
+
+    def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
+        """Return the view; it is formatted again only after it was brought up to date."""
+        how = (columns, ascii_only)
+        with self._lock:
+            if self._formatted is None or self._formatted[0] != how:
+                self._formatted = (how, self.view.lines(columns, ascii_only=ascii_only))
+            return self._formatted[1]
+
+    def summary(self) -> str:
+        with self._lock:
+            return self.view.summary()
+
+
+def train_monitored(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
+    """Train to the end under supervision, and monitor the run meanwhile."""
+    with _monitored(job) as watched:
+        return supervise(watched, limits, lock)
+
+
+@contextmanager
+def _monitored(job: Job) -> Iterator[Job]:
+    display = job.planner.display
+    monitor = RunMonitor(job.run, job.config, display)
+    monitor.start_monitoring(INTERVAL_SECONDS)
+    display.panel(monitor, "training")
+    try:
+        yield replace(job, on_start=monitor.trainer_started)
+    finally:
+        display.panel(None)
+        monitor.stop_monitoring()
+
+
+def view_of(run: Run, config: RunConfig) -> RunView:
+    return RunView(run, config, _primary_metric(run, config), _num_examples(config), plan=run.plan)
+
+
+def _primary_metric(run: Run, config: RunConfig) -> str:
+    """Return the metric by which checkpoints are compared. A user's own task is not imported to find out."""
+    best = run.checkpoints().best() or {}
+    if isinstance(name := best.get("primary_metric"), str):
+        return name
+    return load_task(config.task).primary_metric if config.task in TASK_NAMES else "exact_accuracy"
+
+
+def _num_examples(config: RunConfig) -> int | None:
+    """Return how many examples an evaluation takes, if the dataset is here."""
+    total = None
+    with suppress(OSError, ValueError):
+        labels = np.load(config.data.path / "test" / "all__labels.npy", mmap_mode="r", allow_pickle=False)
+        total = len(labels)
+    limits = [number for number in (total, config.evaluation.examples) if number is not None]
+    return min(limits, default=None)

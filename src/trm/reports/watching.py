@@ -1,0 +1,66 @@
+"""A run that is watched from another process: it may begin, die, be resumed or be replaced meanwhile."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from macbook_optimization.errors import ConfigError, RunError
+from macbook_optimization.json_types import JsonObject
+from macbook_optimization.progress_lines import fit_texts
+from macbook_optimization.terminal_text import one_line
+from trm.reports.monitor import view_of
+from trm.reports.view import RunView
+from trm.runs.directory import Run
+
+Identity = tuple[int, int, int]  # device, inode and time of a recipe
+
+
+@dataclass
+class Watched:
+    """A view that follows its run directory. Nothing here writes to it."""
+
+    run: Run
+    view: RunView
+    recipe: Identity | None
+
+    @classmethod
+    def open(cls, path: Path) -> Watched:
+        run = Run(path)
+        recipe = _identity(run)
+        watched = cls(run, view_of(run, run.config), recipe)
+        watched.update()
+        return watched
+
+    def update(self) -> None:
+        """Take in what is new; start again with another recipe. What cannot be read is left as it is."""
+        recipe = _identity(self.run)
+        if recipe is not None and recipe != self.recipe:
+            try:
+                self.view = view_of(self.run, self.run.config)
+                self.recipe = recipe
+            except (RunError, ConfigError, OSError):
+                return
+        try:
+            self.view.read()
+        except OSError:
+            return
+
+    def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
+        title = f"{one_line(str(self.run.path))}: {self.view.state()}"
+        return [*fit_texts([title], columns), *self.view.lines(columns, ascii_only=ascii_only)]
+
+    def summary(self) -> str:
+        return self.view.summary()
+
+    def facts(self) -> JsonObject:
+        return {"run": str(self.run.path), **self.view.facts()}
+
+
+def _identity(run: Run) -> Identity | None:
+    try:
+        status = os.stat(run.path / "recipe.yaml")
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns

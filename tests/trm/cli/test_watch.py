@@ -1,0 +1,131 @@
+"""`trm watch`, on a run that is being trained in another process."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from tiny import FOUR, TINY, TRM
+
+START = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "plan.micro_batch_size=16"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp("watched")
+    command = [*START, "--run", "run", "--quiet"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    return root
+
+
+def watch(root, *options, **more):
+    command = [TRM, "watch", "run", *options]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, **more)
+
+
+def test_a_quiet_run_shows_nothing_but_its_result(tmp_path):
+    done = subprocess.run([*START, "--run", "run", "--quiet"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("Trained all steps after step 40")
+
+
+def test_a_finished_run_is_shown_once_and_the_view_ends(finished):
+    done = watch(finished)
+    assert done.returncode == 0
+    assert "run: finished" in done.stdout
+    assert "step 40 of 40, 100%" in done.stdout
+    assert "stopped after step 40: all steps are taken" in done.stdout
+
+
+def test_one_frame_as_json(finished):
+    facts = json.loads(watch(finished, "--json").stdout)
+    assert facts["state"] == "finished"
+    assert facts["step"] == facts["last_step"] == 40
+    assert facts["primary_metric"] == "exact_accuracy"
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_a_locale_without_unicode_and_any_width(finished, columns):
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONIOENCODING": "ascii",
+        "COLUMNS": columns,
+        "NO_COLOR": "1",
+    }
+    done = watch(finished, "--once", env=environment)
+    assert done.stdout.isascii()
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+
+
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path):
+    done = watch(tmp_path, "--once")
+    assert done.returncode == 1
+    assert "is not a run" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_through_its_death_and_resumption(tmp_path):
+    """The viewer is on a terminal of its own; the trainer and its supervisor are killed and started again."""
+    start = [*START, "training.max_steps=4000", "--run", "run", "--quiet"]
+    trainer = subprocess.Popen(start, cwd=tmp_path, start_new_session=True)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    screen, slave = pty.openpty()
+    viewer = subprocess.Popen([TRM, "watch", "run"], cwd=tmp_path, stdout=slave, stderr=slave)
+    try:
+        output = Output(screen)
+        until(lambda: output.has("run: training"))
+        kill_group(trainer)
+        until(lambda: output.has("no sign of life"), 40)
+        trainer = subprocess.Popen(start, cwd=tmp_path, start_new_session=True)
+        output.text = ""
+        until(lambda: output.has("run: training"))
+        viewer.send_signal(signal.SIGKILL)
+        step = last_step(tmp_path)
+        until(lambda: last_step(tmp_path) > step)  # training continues without its viewer
+    finally:
+        viewer.kill()
+        kill_group(trainer)
+
+
+def kill_group(process):
+    for each in [process.pid, *trainers_of(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    process.wait()
+
+
+def trainers_of(pid):
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Output:
+    def __init__(self, descriptor):
+        self.descriptor = descriptor
+        self.text = ""
+        os.set_blocking(descriptor, False)
+
+    def has(self, words):
+        with suppress(BlockingIOError):
+            self.text += os.read(self.descriptor, 1 << 16).decode(errors="replace")
+        return words in self.text
+
+
+def last_step(root):
+    lines = (root / "run" / "metrics.jsonl").read_text().splitlines()
+    return json.loads(lines[-1])["step"]
+
+
+def until(condition, seconds=30.0):
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.1)

@@ -1,0 +1,192 @@
+"""The screen about a run: what it shows, in any width, from files in any state."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import plan_of, run_config
+
+from trm.reports.eta import Eta
+from trm.reports.event_text import describe_event
+from trm.reports.monitor import view_of
+from trm.reports.view import describe_eta, sparkline
+from trm.reports.watching import Watched
+from trm.runs import events
+from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, begin
+from trm.runs.rows import EvalRow, ResourceRow, TrainRow
+
+SAMPLE = ResourceRow([91.0, 97.0], 188.0, 2**30, 3 * 2**30, 8 * 2**30, 0, None, None, None, None, 81.0, False)
+
+
+def train_row(step, **changes):
+    facts = {
+        "step": step, "seconds": step / 2, "loss": 3.0 / step, "grad_norm": 1.0, "samples_per_second": 40.0,
+        "learning_rate": 1e-3, "micro_batch_size": 4, "train_token_accuracy": 0.5,
+        "train_exact_accuracy": 0.1, "rss_bytes": 2**30, "cpu_percent": 190.0,
+        "spent": {"forward": 0.3, "backward": 0.1},
+    }  # fmt: skip
+    return TrainRow(**{**facts, **changes}).to_json()
+
+
+def eval_row(step, value):
+    return EvalRow(step, step / 2, 12, {"exact_accuracy": value}, {}, 2.0, [value], 0.1).to_json()
+
+
+def write(run, name, rows):
+    (run.path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return run_config(tmp_path, training__max_steps=100)
+
+
+@pytest.fixture
+def run(tmp_path, config):
+    run = Run(tmp_path / "run")
+    begin(run, config)
+    write(
+        run, METRICS, [train_row(step) for step in range(5, 41, 5)] + [eval_row(20, 0.25), eval_row(40, 0.5)]
+    )
+    rows = [
+        events.PlanChosen({**plan_of(config).to_json(), "budget_bytes": 4 * 2**30}),
+        events.ThreadsChanged(12, 2, 1, "other programs keep 1.0 of 2 cores busy"),
+    ]
+    write(run, EVENTS, [row.to_row() for row in rows])
+    write(run, RESOURCES, [SAMPLE.to_json()])
+    return run
+
+
+def screen(run, columns=100, **options):
+    watched = Watched.open(run.path)
+    return "\n".join(watched.lines(columns, ascii_only=options.get("ascii_only", False)))
+
+
+def test_one_screen_shows_everything_that_matters(run):
+    text = screen(run)
+    for fact in (
+        "training", "step 40 of 100, 40%", "about", "left", "loss 0.075 █", "exact accuracy 50.0%",
+        "best 50.0%", "learning rate 0.001", "40 samples/s now, 40 on average", "1.00 of 4.0 GiB",
+        "CPU 91 97 %",
+        "heat: not reported", "battery 81 %, on mains power", "plan: 1 x", "float32",
+        "threads: 1 instead of 2, as other programs keep 1.0 of 2 cores busy",
+    ):  # fmt: skip
+        assert fact in text
+
+
+@pytest.mark.parametrize("columns", [10, 20, 40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(run, columns):
+    assert all(len(line) <= columns for line in screen(run, columns).splitlines())
+
+
+def test_a_terminal_without_unicode_gets_ascii(run):
+    assert screen(run, ascii_only=True).isascii()
+
+
+def test_a_run_is_dead_finished_or_stopped(run, config):
+    view = view_of(run, config)
+    view.read()
+    assert view.state() == "training"
+    assert view.state(time.time() + 200) == "no sign of life for 3 min"
+    run.record(events.Stopped("interrupted", 40, 20.0, 0))
+    view.read()
+    assert view.state() == "stopped"
+    run.append(METRICS, train_row(100))
+    view.read()
+    assert view.state() == "training"
+    run.record(events.Stopped("max_steps", 100, 50.0, 0))
+    view.read()
+    assert view.state() == "finished"
+
+
+def test_a_run_that_is_replaced_is_read_again(run, config):
+    watched = Watched.open(run.path)
+    other = run_config(run.path.parent, training__max_steps=77)
+    run.write("recipe.yaml", other.to_yaml())
+    write(run, METRICS, [train_row(3)])
+    watched.update()
+    assert "step 3 of 77" in "\n".join(watched.lines(80, ascii_only=True))
+
+
+def test_a_recipe_that_cannot_be_read_for_a_moment_changes_nothing(run):
+    watched = Watched.open(run.path)
+    (run.path / "recipe.yaml").write_text("{")
+    watched.update()
+    assert "step 40 of 100" in "\n".join(watched.lines(80, ascii_only=True))
+
+
+WHOLE = {
+    METRICS: [train_row(5), train_row(10), eval_row(10, 0.5), train_row(15)],
+    EVENTS: [events.ThreadsChanged(1, 2, 1, "x").to_row(), events.Stopped("max_steps", 15, 2.0, 1).to_row()],
+    RESOURCES: [SAMPLE.to_json(), SAMPLE.to_json()],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_torn_and_growing_files_never_crash_the_view(tmp_path_factory, data):
+    """Any prefix of a file, with any bytes in any place, may be on disk at the moment of reading."""
+    root = tmp_path_factory.mktemp("torn")
+    run = Run(root / "run")
+    begin(run, run_config(root, training__max_steps=100))
+    watched = Watched.open(run.path)
+    for _ in range(data.draw(st.integers(1, 3))):
+        for name, rows in WHOLE.items():
+            lines = [json.dumps({**row, "time": 1.7e9}) for row in rows]
+            content = "".join(f"{line}\n" for line in lines).encode()
+            cut = content[: data.draw(st.integers(0, len(content)))]
+            place = data.draw(st.integers(0, len(cut)))
+            noise = data.draw(st.binary(max_size=12))
+            (run.path / name).write_bytes(cut[:place] + noise + cut[place + len(noise) :])
+        watched.update()
+        watched.lines(data.draw(st.integers(1, 120)), ascii_only=False)
+        json.dumps(watched.facts())
+
+
+KEYS = (
+    "step", "time", "loss", "samples_per_second", "spent", "exact_accuracy", "evaluation_seconds", "event",
+    "rss_bytes", "cpu_percent", "temperature", "reason", "seconds",
+)  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+CHANGES = st.tuples(st.integers(0, 3), st.sampled_from(KEYS), SCALARS | st.lists(SCALARS, max_size=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CHANGES, max_size=8))
+def test_rows_with_any_values_never_crash_the_view(tmp_path_factory, changes):
+    root = tmp_path_factory.mktemp("odd")
+    run = Run(root / "run")
+    begin(run, run_config(root, evaluation__target_accuracy=0.9))
+    rows = [train_row(5), eval_row(10, 0.5), SAMPLE.to_json(), events.Stopped("limit", 9, 1.0, 1).to_row()]
+    for index, key, value in changes:
+        rows[index][key] = value
+    write(run, METRICS, [rows[0], rows[1], *(eval_row(step, 0.6) for step in (20, 30, 40))])
+    write(run, RESOURCES, [rows[2]])
+    write(run, EVENTS, [rows[3]])
+    watched = Watched.open(run.path)
+    watched.lines(80, ascii_only=False)
+    json.dumps(watched.facts())
+
+
+def test_every_event_has_a_text_of_its_own():
+    names = {each.name for each in events.Event.__subclasses__() if hasattr(each, "name")}
+    assert names
+    for name in names - {events.GarbageCollectionStopped.name}:  # which has no fields in its text
+        assert describe_event({"event": name}) == name  # its fields are missing
+    row = events.LowBattery(7.0, 3).to_row()
+    assert describe_event(row) == "battery at 7 %; saved"
+    assert (
+        describe_event(events.Stopped("target", 3, 1.0, 1).to_row())
+        == "stopped after step 3: the target is reached"
+    )
+
+
+def test_times_and_curves_are_short():
+    assert describe_eta(Eta(840, 1320)) == "about 14 min left, at most 22 min"
+    assert describe_eta(Eta(50, 50)) == "about 50 s left"
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([1.0]) == ""
+    assert len(sparkline(list(range(1000)))) == 16
