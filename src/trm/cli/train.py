@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 10**9),
     help="Train a finished run, named in place of RECIPE, for N more steps.",
 )
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Record a few steps after auto-tuning: a summary and a trace in the run's directory profile.",
+)
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
 @click.option("--quiet", is_flag=True, help="Show no progress and no messages.")
 @json_option
@@ -45,6 +50,7 @@ def train(
     max_minutes: float | None,
     max_steps: int | None,
     more_steps: int | None,
+    profile: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -64,6 +70,8 @@ def train(
         max_minutes=max_minutes,
         max_steps=max_steps,
     )
+    if profile:
+        overrides = (*overrides, "plan.profile=true")
     outcome = train_recipe(recipe, overrides, run, start)
     show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":

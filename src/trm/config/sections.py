@@ -268,6 +268,10 @@ class RunConfig(Section):
                 "further, so it needs limits.dynamic_batch_sizing"
             )
 
+    def without_profile(self) -> Self:
+        """Return the recipe as a run keeps it: a profile is recorded in one start only."""
+        return self.model_copy(update={"plan": self.plan.model_copy(update={"profile": False})})
+
     def what_is_learned(self, until: int | None = None) -> JsonObject:
         """Return the part that a resumed run must share; `until` a step, what its weights depend on.
 

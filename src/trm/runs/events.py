@@ -256,6 +256,17 @@ class CompileTried(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled(Event):
+    """A few steps were recorded; the result is in the run's directory `profile`."""
+
+    name = "profiled"
+    step: int  # the last of them
+    steps: int
+    step_seconds: float  # mean time of a recorded step
+    step_seconds_before: float  # likewise without the recording
+
+
+@dataclass(frozen=True, slots=True)
 class CoolingBreak(Event):
     name = "cooling break"
     reason: str

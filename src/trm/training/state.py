@@ -14,6 +14,7 @@ from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.json_types import JsonObject
 from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
+from trm.batch import Batch
 from trm.config import CurriculumConfig, PhaseConfig, RunConfig
 from trm.feed import Feed
 from trm.plan import Plan
@@ -160,8 +161,7 @@ class TrainingState:
             label_smoothing=label_smoothing_of_step(step, training),
         )
         started = time.monotonic()
-        batch = self.feed.batch(slots, step, self.max_length)
-        self.feed.read_ahead(slots, stage)
+        batch = self.next_batch(slots, step)
         waited = time.monotonic() - started
         result = self.learner.step(batch, settings, next_size)
         result = replace(result, seconds={**result.seconds, "data": waited})
@@ -176,6 +176,12 @@ class TrainingState:
         self.step = step
         self.skipped_in_a_row = 0
         return settings.learning_rate, result
+
+    def next_batch(self, slots: Slots, step: int) -> Batch:
+        """Return the batch of a step, and start to read that of the next."""
+        batch = self.feed.batch(slots, step, self.max_length)
+        self.feed.read_ahead(slots, self.curriculum.stage)
+        return batch
 
     def after_evaluation(self, value: float) -> None:
         """Take note of the primary metric after this step.
