@@ -112,6 +112,8 @@ def _outcome_text(outcome: Outcome) -> str:
             f"(step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
         )
     lines.append(f"The run is in {outcome.run}.")
+    if (outcome.run / "report.html").exists() and outcome.reason != "interrupted":
+        lines.append(f"The report is in {outcome.run / 'report.html'}.")
     if outcome.reason == "limit":
         lines.append("Without that limit, or with a later one, the same command resumes from there.")
     if outcome.reason in ("target", "max_steps", "early stopping"):

@@ -39,6 +39,9 @@ class PlanSettings(Section):
     keep_awake: bool = False
     """Prevent the machine from sleeping while it trains (`caffeinate` on a Mac, `systemd-inhibit` on
     Linux)."""
+    report: bool = True
+    """Write `report.html` into the run when training ends by itself; pictures of answers are added after more
+    than a minute of training."""
     profile: bool = False
     """Record a few steps once auto-tuning has finished (`trm train --profile`). This applies to one start:
     the recipe in the run directory has false."""
