@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import logging
 import math
 import re
 from collections.abc import Iterable
@@ -61,6 +62,8 @@ _SPACE = re.compile(r"\n\s*")
 
 def draw_chart(chart: Chart) -> str:
     """Return one `<svg>` element. Everything that comes from the run is escaped in it."""
+    # Where its cache cannot be written, matplotlib uses a temporary one and gives advice on the console.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -86,14 +89,16 @@ def _draw(figure: Figure, chart: Chart) -> None:
             mark.x, color=_MARKS[mark.group], linewidth=1.0, linestyle=(0, (3, 2)), zorder=1.5
         )
         line.set_gid(f"mark-{place}")
-    strong = [series for series in chart.series if series.style != "faint"] or chart.series
+    num_drawn = 0
     for series in chart.series:
-        _draw_series(axes, series, _color_of(series, strong))
+        color = _SERIES[-1] if series.style == "faint" else _SERIES[num_drawn % len(_SERIES)]
+        _draw_series(axes, series, color)
+        num_drawn += series.style != "raw"  # its average has the same colour
     for limit in chart.limits:
         axes.axhline(limit.y, color=_LIMIT, linewidth=1.2, linestyle=(0, (6, 3)), label=one_line(limit.name))
     _set_scales(axes, chart)
     axes.set_xlabel(chart.x_label)
-    has_legend = len(_strong(chart.series)) + len(chart.limits) > 1 or _has_pair(chart)
+    has_legend = len(_named(chart.series)) + len(chart.limits) > 1
     bottom = _BOTTOM_WITH_LEGEND if has_legend else _BOTTOM
     figure.subplots_adjust(left=0.14, right=0.98, top=0.96, bottom=bottom)
     if has_legend:
@@ -101,22 +106,8 @@ def _draw(figure: Figure, chart: Chart) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9, borderpad=0)
 
 
-def _has_pair(chart: Chart) -> bool:
-    """Whether a faint series is something else than the unsmoothed values of a strong one."""
-    faint = [series.name for series in chart.series if series.style == "faint"]
-    return any(f"{name}, smoothed" not in {series.name for series in chart.series} for name in faint)
-
-
-def _color_of(series: Series, strong: list[Series]) -> str:
-    """Return the colour; unsmoothed values have that of their average, other faint ones the last colour."""
-    for place, each in enumerate(strong):
-        if each is series or each.name == f"{series.name}, smoothed":
-            return _SERIES[place % len(_SERIES)]
-    return _SERIES[-1]
-
-
 def _draw_series(axes: Axes, series: Series, color: str) -> None:
-    is_faint = series.style == "faint"
+    is_faint = series.style in ("faint", "raw")
     has_points = series.style == "points" and len(series.x) <= 60
     axes.plot(
         series.x,
@@ -126,7 +117,7 @@ def _draw_series(axes: Axes, series: Series, color: str) -> None:
         alpha=0.45 if is_faint else 1.0,
         marker="o" if has_points or len(series.x) == 1 else None,
         markersize=3.5,
-        label=one_line(series.name),
+        label="_nolegend_" if series.style == "raw" else one_line(series.name),
         zorder=2 if is_faint else 3,
     )
 
@@ -191,13 +182,11 @@ def _group(name: str, marks: list[Mark]) -> str:
 
 
 def _spoken(chart: Chart) -> str:
-    ends = (
-        f"{series.name} from {_tick(series.y[0])} to {_tick(series.y[-1])}"
-        for series in _strong(chart.series)
+    shown = (
+        f"{series.name} from {_tick(series.y[0])} to {_tick(series.y[-1])}" for series in _named(chart.series)
     )
-    return one_line(f"{chart.title} by {chart.x_label}: {'; '.join(ends)}")
+    return one_line(f"{chart.title} by {chart.x_label}: {'; '.join(shown)}")
 
 
-def _strong(series: Iterable[Series]) -> list[Series]:
-    every = list(series)
-    return [each for each in every if each.style != "faint"] or every
+def _named(series: Iterable[Series]) -> list[Series]:
+    return [each for each in series if each.style != "raw"]

@@ -30,6 +30,7 @@ _LARGEST = 1e30  # value that is drawn
 _MIN_GAP_SECONDS = 120.0
 _GAP_SPACINGS = 10.0  # a gap is this many times the usual distance of rows
 
+Style = Literal["line", "points", "faint", "raw"]  # raw: the values of which the next series is an average
 MarkGroup = Literal["start", "plan", "pause", "learning", "problem"]
 MARK_GROUPS: dict[MarkGroup, str] = {
     "start": "start, resume or stop",
@@ -52,7 +53,7 @@ class Series:
     name: str
     x: list[float]
     y: list[float]
-    style: Literal["line", "faint", "points"] = "line"
+    style: Style = "line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +193,13 @@ def _learning_charts(history: History, scales: Scales, marks: list[Mark]) -> lis
 def _metric_series(history: History, name: str) -> list[Series]:
     steps = [number(row.get("step")) for row in history.evaluations]
     values = [number(row.get(name)) for row in history.evaluations]
-    tested = _series(f"{metric_label(name)}, unseen examples", steps, values, "points")
+    tested = _series("unseen examples", steps, values, "points")
     if not tested:
         return []
     train = history.train
     if not name.endswith("accuracy"):
         return tested
-    trained = _smoothed("exact accuracy, training batches", train["step"], train["train_exact_accuracy"])
+    trained = _smoothed("training batches", train["step"], train["train_exact_accuracy"])
     return [*tested, *trained[-1:]]
 
 
@@ -260,7 +261,7 @@ def _cpu_title(scales: Scales) -> str:
 
 def _cpu_series(history: History, scales: Scales, x: Sequence[float], cpu: Sequence[float]) -> list[Series]:
     cores = scales.num_cores or 1
-    own = _series("trainer", x, [value / cores for value in cpu])
+    own = _smoothed("trainer", x, [value / cores for value in cpu])
     if not len(history.resources) or scales.num_cores is None:
         return own
     return [*own, *_series("all programs", x, history.resources["machine_cpu_percent"], "faint")]
@@ -280,9 +281,7 @@ def _time_marks(history: History, clock: Clock, unit: float) -> list[Mark]:
     return thin_marks([mark for mark in found if mark is not None])
 
 
-def _series(
-    name: str, x: Sequence[float], y: Sequence[float], style: Literal["line", "faint", "points"] = "line"
-) -> list[Series]:
+def _series(name: str, x: Sequence[float], y: Sequence[float], style: Style = "line") -> list[Series]:
     """Return one series of the finite points, or none. Neighbours of long series are averaged."""
     points = [pair for pair in zip(x, y, strict=True) if _finite(pair)]
     if not points:
@@ -302,7 +301,7 @@ def _smoothed(name: str, x: Sequence[float], y: Sequence[float]) -> list[Series]
     half = max(1, len(raw.y) // _SMOOTHING // 2)
     windows = [raw.y[max(0, i - half) : i + half + 1] for i in range(len(raw.y))]
     means = [_rounded(sum(window) / len(window)) for window in windows]
-    return [Series(name, raw.x, raw.y, "faint"), Series(f"{name}, smoothed", raw.x, means)]
+    return [Series(name, raw.x, raw.y, "raw"), Series(name, raw.x, means)]
 
 
 def _finite(values: Iterable[float]) -> bool:

@@ -192,7 +192,16 @@ def _read(run: Run) -> _Sources:
     history = read_history_leniently(run, problems)
     if not history.recent and not history.evaluations:
         problems.append(f"{METRICS} has no row that can be read.")
-    return _Sources(run, config, plan, hardware, history, run.checkpoints().best() or {}, problems)
+    best = run.checkpoints().best() or _best_evaluation(history)
+    return _Sources(run, config, plan, hardware, history, best, problems)
+
+
+def _best_evaluation(history: History) -> JsonObject:
+    """Return the best row of a run without a record of its best checkpoint."""
+    metric = _likely_metric(history)
+    rows = [row for row in history.evaluations if math.isfinite(number(row.get(metric)))]
+    best: JsonObject = max(rows, key=lambda row: number(row[metric]), default={})
+    return {**best, "primary_metric": metric} if best else {}
 
 
 def _recipe_text(run: Run) -> str:

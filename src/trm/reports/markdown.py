@@ -73,7 +73,7 @@ def _curves(charts: Sequence[Chart]) -> list[str]:
         )
         for chart in charts
         for series in chart.series
-        if series.style != "faint" or len(chart.series) == 1
+        if series.style != "raw"
     ]
     return ["## Curves", _table(["curve", "", "first", "lowest", "highest", "last"], rows)]
 

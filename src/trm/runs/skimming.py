@@ -8,8 +8,7 @@ the rows in between is added to that of the next one, so the sums are exact.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 
@@ -56,39 +55,45 @@ class _Skim:
     stride: int
     tail_begin: int
     num_train: int = 0
-    spent: Counter[str] = field(default_factory=Counter)  # of the rows that were not parsed
+    passed_over: list[bytes] = field(default_factory=list)  # the `spent` of rows that were not parsed
 
     def row_of(self, line: bytes, offset: int) -> Row | None:
         """Return the row, or None if it is damaged or one of many."""
         if line.startswith(_TRAIN):
             self.num_train += 1
             if self.num_train % self.stride and offset < self.tail_begin:
-                self._count_spent(line)
+                self._pass_over(line)
                 return None
         row = _parse_line(line)
-        if row is None:
-            return None
-        if self.spent and row["kind"] == "train":
-            self.spent.update(_seconds(row.get("spent")))
-            row["spent"] = dict(self.spent)
-            self.spent.clear()
+        if row is not None and self.passed_over and row["kind"] == "train":
+            row["spent"] = _total([*_parse_all(self.passed_over), row.get("spent")])
+            self.passed_over.clear()
         return row
 
-    def _count_spent(self, line: bytes) -> None:
+    def _pass_over(self, line: bytes) -> None:
         begin = line.rfind(_SPENT)
         end = line.find(b"}", begin)
-        if begin < 0 or end < 0:
-            return
-        try:
-            self.spent.update(_seconds(json.loads(line[begin + len(_SPENT) - 1 : end + 1].decode())))
-        except ValueError:  # a damaged row
-            return
+        if begin >= 0 and end >= 0:
+            self.passed_over.append(line[begin + len(_SPENT) - 1 : end + 1])
 
 
-def _seconds(spent: object) -> dict[str, float]:
-    if not isinstance(spent, dict):
-        return {}
-    return {name: value for name, value in spent.items() if isinstance(value, float | int)}
+def _parse_all(objects: Sequence[bytes]) -> list[object]:
+    """Parse many small objects at once, which is several times as fast; one by one if any is damaged."""
+    try:
+        found: list[object] = json.loads(b"[" + b",".join(objects) + b"]")
+        return found
+    except ValueError:
+        return [_parse_line(each) for each in objects]
+
+
+def _total(spent: Sequence[object]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for seconds in spent:
+        if isinstance(seconds, dict):
+            for name, value in seconds.items():
+                if isinstance(value, float | int):
+                    total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _parse_line(line: bytes) -> Row | None:

@@ -78,3 +78,12 @@ def test_damaged_lines_and_an_incomplete_last_line_are_passed_over(tmp_path):
 
 def test_a_missing_file_has_no_rows(tmp_path):
     assert list(Follower((tmp_path / "none.jsonl",)).skim()) == []
+
+
+def test_one_damaged_row_among_many_costs_only_its_own_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(train_row(step)) for step in range(1, 2 * MAX_SAMPLED_ROWS)]
+    lines[101] = lines[101].replace('"data": 0.01', '"data": 0.0.1')
+    path.write_text("\n".join(lines) + "\n")
+    total = sum(row["spent"]["forward"] for row in Follower((path,)).skim())
+    assert total == pytest.approx((len(lines) - 1) * SPENT["forward"])
