@@ -1,11 +1,12 @@
-"""Measure what lowers the load of training, and therefore its heat: `python bench/heat.py [RECIPE]`.
+"""Measure what lowers the load of training, and so its heat: `python bench/heat.py [RECIPE [THREADS]]`.
 
-1. Training steps run in five configurations that take turns: as planned, with smaller micro-batches, with
+1. Training steps run in several configurations that take turns: as planned, with smaller micro-batches, with
    fewer threads, and with a duty cycle. Reported are the cores that they keep busy (CPU time of this process
    over the time that passed) and the speed, as medians over the rounds.
 2. A stand-in sensor closes the loop: its temperature follows the measured load with a delay (first order),
-   and `PowerControl` reacts to it as in a run. A minute takes two seconds here. This shows that the reaction
-   finds a sustainable load; real temperatures need a real machine.
+   and `PowerControl` reacts to it as in a run. A minute takes two seconds here. The load without any
+   reaction, measured first, would lead to 100 °C. This shows that the reaction finds a sustainable load; real
+   temperatures need a real machine.
 """
 
 import statistics
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,14 +33,15 @@ from trm.training.power import PowerControl
 ROUNDS = 5
 ROUND_SECONDS = 3.0
 FACTOR = 0.75
+CALIBRATION_SECONDS = 5.0
 LOOP_SECONDS = 30.0
 SPEED_UP = 30.0  # of the stand-in: a minute takes two seconds
 AMBIENT_CELSIUS = 40.0
-FULL_LOAD_CELSIUS = 100.0  # all cores busy, in the end
+FULL_LOAD_CELSIUS = 100.0  # at the load without a reaction, in the end
 LIMIT_CELSIUS = 85.0
 DELAY_SECONDS = 2.0  # time constant of the stand-in
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def measure(step: Step, duty: DutyCycle, seconds: float) -> tuple[float, float]:
@@ -53,18 +56,17 @@ def measure(step: Step, duty: DutyCycle, seconds: float) -> tuple[float, float]:
     return (time.process_time() - cpu_started) / passed, steps / passed
 
 
-def compare_configurations(config: RunConfig) -> None:
-    cores = psutil.cpu_count(logical=False) or 1
+def compare_configurations(config: RunConfig, cores: int) -> None:
     learner, batch = recipe_learner(config, Execution(threads=cores, workers=cores))
     cycles = max(config.training.depths.values())
     size = min(len(batch), config.plan.micro_batch_size or 32)
     smaller = max(cores, int(size * FACTOR))
     full = DutyCycle()
     variants = {
-        f"as planned, {cores} threads, micro-batch {size}": (cores, size, full, 1.0),
+        f"{cores} threads, micro-batch {size}": (cores, size, full, 1.0),
         f"micro-batch {smaller}": (cores, smaller, full, 1.0),
         f"micro-batch {max(cores, size // 4)}": (cores, max(cores, size // 4), full, 1.0),
-        f"{max(1, cores // 2)} threads": (max(1, cores // 2), size, full, 1.0),
+        "1 thread": (1, size, full, 1.0),
         f"duty cycle {FACTOR}": (cores, size, DutyCycle(), FACTOR),
         "duty cycle 0.5": (cores, size, DutyCycle(), 0.5),
     }
@@ -93,9 +95,9 @@ def compare_configurations(config: RunConfig) -> None:
 class StandIn(PowerMonitor):
     """A temperature that follows the CPU time of this process with a delay."""
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, full_load_cores: float) -> None:
         super().__init__()
-        self.degrees_per_core = (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) / cores
+        self.degrees_per_core = (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) / full_load_cores
         self.temperature = AMBIENT_CELSIUS
         self.sampled = time.monotonic(), time.process_time()
         self.history: list[float] = []
@@ -115,8 +117,7 @@ class StandIn(PowerMonitor):
         self.thermal = ThermalState(None, self.temperature, None, None)
 
 
-def close_the_loop(config: RunConfig, *, reduce: bool) -> None:
-    cores = psutil.cpu_count(logical=False) or 1
+def close_the_loop(config: RunConfig, cores: int, *, reduce: bool) -> None:
     limits = {
         "thermal_throttle_threshold": LIMIT_CELSIUS,
         "cooling_delay_seconds": 3.0 / SPEED_UP,
@@ -126,7 +127,10 @@ def close_the_loop(config: RunConfig, *, reduce: bool) -> None:
     config = config.model_copy(update={"limits": config.limits.model_copy(update=limits)})
     learner, batch = recipe_learner(config, Execution(threads=cores, workers=cores))
     cycles = max(config.training.depths.values())
-    sensor = StandIn(cores)
+    batch_step = partial(seconds_of_step, learner, batch, cycles, 32)
+    batch_step()
+    full_load_cores, full_speed = measure(batch_step, DutyCycle(), CALIBRATION_SECONDS)
+    sensor = StandIn(full_load_cores)
     clock = RunningClock()
     with tempfile.TemporaryDirectory() as directory, sensor, clock:
         power = PowerControl(config, sensor, RunLog(Run(Path(directory)), Silent()), clock)
@@ -135,7 +139,7 @@ def close_the_loop(config: RunConfig, *, reduce: bool) -> None:
         shares: list[float] = []
         started, cpu_started = time.monotonic(), time.process_time()
         while (passed := time.monotonic() - started) < LOOP_SECONDS:
-            seconds_of_step(learner, batch, cycles, 32)
+            batch_step()
             power.react(len(shares), lambda: True, lambda: None)
             shares.append(power.duty.share)
         busy = (time.process_time() - cpu_started) / passed
@@ -144,17 +148,19 @@ def close_the_loop(config: RunConfig, *, reduce: bool) -> None:
     sys.stdout.write(
         f"thermal_batch_reduction={str(reduce).lower()}, second half: {statistics.fmean(settled):.0f} °C "
         f"on average, {max(settled):.0f} at most, {above:.0%} of the time above {LIMIT_CELSIUS:.0f}; "
-        f"{busy:.2f} cores busy, {len(shares) * len(batch) / passed:.0f} samples/s, "
+        f"{busy / full_load_cores:.0%} of the load and {len(shares) / passed / full_speed:.0%} of the speed "
+        f"without a reaction, "
         f"shares {sorted({round(each, 2) for each in shares})}\n"
     )
 
 
-def main(recipe: str) -> None:
+def main(recipe: str = "sudoku-6x6", threads: str | None = None) -> None:
     config = load_config(recipe)
-    compare_configurations(config)
+    cores = int(threads or psutil.cpu_count(logical=False) or 1)
+    compare_configurations(config, cores)
     for reduce in (False, True):
-        close_the_loop(config, reduce=reduce)
+        close_the_loop(config, cores, reduce=reduce)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "sudoku-6x6")
+    main(*sys.argv[1:])

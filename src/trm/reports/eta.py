@@ -122,7 +122,7 @@ class EtaEstimator:
         every = self.config.evaluation.every_steps
         if every is None:
             return steps
-        num_evaluations = last_step // every - step // every + (last_step % every > 0)
+        num_evaluations = max(0, last_step // every - step // every + (last_step % every > 0))
         return steps + self._seconds_of_evaluations(num_evaluations)
 
     def _seconds_of_steps(self, step: int, last_step: int) -> float:
