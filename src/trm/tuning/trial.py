@@ -18,7 +18,7 @@ from pathlib import Path
 
 from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonObject
-from trm.runs.directory import EVENTS, Run, is_run
+from trm.runs.directory import EVENTS, Run, is_run, only_trainer
 from trm.runs.events import Stopped
 from trm.runs.reading import Follower
 from trm.runs.rows import Row
@@ -54,7 +54,12 @@ class Trained:
 
 
 def train_candidate(candidate: Candidate, observe: Observe, progress: Callable[[Row], None]) -> Trained:
-    """Train until the time is over, then evaluate the weights of the last step."""
+    """Train until the time is over, then evaluate the weights of the last step.
+
+    Raises `RunError` if the run is still being trained, as it is for a while if a search was killed.
+    """
+    with only_trainer(candidate.run):
+        pass
     left = candidate.seconds - seconds_trained(candidate.run)
     if left > 0:
         trained = _train(candidate, ["--max-minutes", f"{left / 60:.6f}"], observe, progress)
