@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from macbook_optimization.durable_files import make_directory
 from macbook_optimization.file_errors import reason_of
-from macbook_optimization.memory_readings import own_bytes, peak_bytes
+from macbook_optimization.memory_readings import own_bytes, peak_bytes, return_freed_memory
 from trm.backends.base import Learner, Recording, StepRecorder, StepResult
 from trm.batch import Batch
 from trm.config import RunConfig
@@ -39,7 +39,7 @@ from trm.training.state import TrainingState
 PROFILE = "profile"  # directory in a run
 STEPS_BEFORE = 3  # with the final plan, to compare with
 MAX_STEPS = 5
-MAX_SECONDS = 2.0  # of recorded steps: a second may have 100,000 operations, and each takes memory
+MAX_SECONDS = 1.0  # of recorded steps: a second may have 100,000 operations, of 0.7 KiB each
 _MAX_ATTEMPTS = 3
 # The profilers of PyTorch write messages of their own into the live display; read when PyTorch is loaded.
 QUIET_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -157,6 +157,7 @@ class StepProfiler:
         )
         self.log.write(f"{PROFILE}/summary.txt", describe(profile, state.plan))
         self.log.write(f"{PROFILE}/summary.json", json.dumps(profile.to_json(), indent=2))
+        return_freed_memory()  # of the recording
         self.log.event(
             Profiled(state.step, profile.num_steps, profile.step_seconds, profile.step_seconds_before)
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonObject
-from trm.runs.directory import EVENTS, Run, is_run
+from trm.runs.directory import EVENTS, Run, is_run, only_trainer
 from trm.runs.events import Stopped
 from trm.runs.reading import Follower
 from trm.runs.rows import Row
@@ -46,7 +46,7 @@ class Candidate:
 class Trained:
     """How the training of a candidate ended."""
 
-    reason: str  # "time", "steps", "given up", "failed" or "not tried"
+    reason: str  # "time" or "steps" (it is over), "given up", "failed" or "not tried"
     step: int = 0
     seconds: float = 0.0
     problem: str | None = None  # why it failed
@@ -54,7 +54,12 @@ class Trained:
 
 
 def train_candidate(candidate: Candidate, observe: Observe, progress: Callable[[Row], None]) -> Trained:
-    """Train until the time is over, then evaluate the weights of the last step."""
+    """Train until the time is over, then evaluate the weights of the last step.
+
+    Raises `RunError` if the run is still being trained, as it is for a while if a search was killed.
+    """
+    with only_trainer(candidate.run):
+        pass
     left = candidate.seconds - seconds_trained(candidate.run)
     if left > 0:
         trained = _train(candidate, ["--max-minutes", f"{left / 60:.6f}"], observe, progress)
@@ -66,9 +71,7 @@ def train_candidate(candidate: Candidate, observe: Observe, progress: Callable[[
     is_evaluated = last is not None and last.get("step") == step
     if step and not is_evaluated and candidate.evaluate_at_end:
         now = (f"evaluation.every_steps={step}", "--max-steps", str(step))
-        evaluated = _train(candidate, now, observe, progress)
-        if evaluated.reason in ("failed", "given up"):
-            return evaluated
+        _train(candidate, now, observe, progress)  # if it fails, the evaluations before it count
     return Trained("time", step, seconds)
 
 
@@ -164,8 +167,8 @@ def _reached(path: Path) -> tuple[int, float]:
 def _outcome(output: str) -> Trained:
     try:
         facts: JsonObject = json.loads(output)
-        reason = {"limit": "time", "max_steps": "steps", "target": "steps"}[facts["reason"]]
-        return Trained(reason, facts["step"], facts["seconds"])
+        reason = "time" if facts["reason"] == "limit" else "steps"
+        return Trained(reason, int(facts["step"]), float(facts["seconds"]))
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"`trm train` of a candidate reported {output[:200]!r}", hint="This is a bug."

@@ -8,14 +8,14 @@ from tiny import Recorder, run_config, sudoku_dataset
 
 from macbook_optimization.errors import ConfigError, LaptopError, MemoryBudgetError, RunError
 from trm.config import load_config
-from trm.runs.directory import METRICS
+from trm.runs.directory import METRICS, only_trainer
 from trm.tuning import search as searching
 from trm.tuning.fit import why_it_does_not_fit
 from trm.tuning.result import describe_result, result_of, write_result
 from trm.tuning.search import Budget, tune
 from trm.tuning.space import start_values, with_values
 from trm.tuning.study import STUDY_FILE
-from trm.tuning.trial import Trained, score
+from trm.tuning.trial import Candidate, Trained, _outcome, score, train_candidate
 
 pytest.importorskip("optuna")
 BUDGET = Budget(minutes=10, trials=10)
@@ -257,3 +257,30 @@ def test_a_memory_limit_decides_what_fits(recipe):
 def test_an_unknown_key_is_an_error_before_anything_happens():
     with pytest.raises(ConfigError):
         load_config("sudoku-6x6", ["training.learning_rat=1"])
+
+
+def test_no_evaluation_is_added_where_evaluations_decide_the_learning_rate(opened, recipe):
+    trainer = Trainer()
+    asked_for = []
+
+    def train(candidate, observe, progress):
+        asked_for.append(candidate.evaluate_at_end)
+        return trainer(candidate, observe, progress)
+
+    search = opened(train, config=run_config(recipe.data.path, training__plateau={"patience": 2}))
+    try_some(search, 1)
+    assert asked_for == [False]
+
+
+def test_a_candidate_that_another_process_still_trains_is_an_error_and_not_a_failure(tmp_path):
+    candidate = Candidate(tmp_path / "recipe.yaml", tmp_path / "run", seconds=1.0)
+    with only_trainer(candidate.run), pytest.raises(RunError, match="is being trained by another process"):
+        train_candidate(candidate, lambda row: False, lambda row: None)
+
+
+@pytest.mark.parametrize("reason", ["max_steps", "target", "a reason of later versions"])
+def test_a_candidate_that_ends_before_its_time_is_complete(reason):
+    facts = {"reason": reason, "step": 5, "seconds": 1.5}
+    assert _outcome(json.dumps(facts)) == Trained("steps", 5, 1.5)
+    with pytest.raises(RunError, match="reported"):
+        _outcome("nothing")
