@@ -11,6 +11,7 @@ from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 import trm
 from macbook_optimization.errors import RunError
+from trm.cli.train import _outcome_text
 from trm.config import EarlyStoppingConfig, RunConfig
 from trm.runs.directory import EVENTS, Run
 from trm.runs.listing import summarise
@@ -201,6 +202,14 @@ def test_it_is_finished_without_a_trainer_and_listed_as_stopped_early(trained, c
     assert summarise(Run(path)).state == "stopped early"
     assert trm.train(path).reason == "early stopping"
     assert "has finished already" in capfd.readouterr().err
+
+
+def test_the_command_line_says_so_and_how_to_continue(trained):
+    path, _, outcome = trained
+    lines = _outcome_text(outcome).splitlines()
+    expected = "Early stopping: the primary metric no longer improved. Training ended after step 8,"
+    assert lines[0].startswith(expected)
+    assert lines[-1] == f"To train it longer: trm train {path} --more-steps N"
 
 
 def test_another_patience_or_none_continues_it(ended, trained):

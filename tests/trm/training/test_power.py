@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny import Recorder, plan_of, run_config, sudoku_dataset
@@ -366,3 +367,27 @@ def test_a_run_that_rests_uses_less_of_the_processor(tmp_path, dataset, monkeypa
     rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
     spent = sum((Counter(row["spent"]) for row in rows), Counter())
     assert spent["waiting"] / spent.total() == pytest.approx(0.7, abs=0.15)
+
+
+def test_a_run_holds_the_machine_awake_until_it_ends(tmp_path, dataset, monkeypatch):
+    """With a stand-in on PATH that writes its PID and reads its standard input to the end."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("systemd-inhibit", "caffeinate"):
+        (tools / name).write_text('#!/bin/sh\necho $$ > "$0.pid"\nexec cat\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    was_running = []
+
+    def look(facts, done):
+        (pid,) = (int(path.read_text()) for path in tools.glob("*.pid"))
+        was_running.append(psutil.pid_exists(pid))
+
+    config = run_config(dataset, plan__keep_awake=True, training__max_steps=3)
+    display = Recorder(look)
+    train(config, tmp_path / "run", plan_of(config), Limits(), display)
+    assert was_running
+    assert all(was_running)
+    (pid,) = (int(path.read_text()) for path in tools.glob("*.pid"))
+    assert not psutil.pid_exists(pid)
+    assert not [text for text in display.messages if "keep_awake" in text]
