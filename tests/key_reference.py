@@ -16,8 +16,8 @@ A recipe is a YAML file with these keys. `trm train RECIPE KEY=VALUE` overrides 
 refused.
 
 `task`, `seed`, `model`, `training` and `data.augment` decide what is learned, so they cannot change when a
-run is resumed. Exceptions are `training.deterministic` and, as long as the learning rate is constant,
-`training.max_steps`. Everything else may change between two starts.
+run is resumed. Exceptions are `training.deterministic`, `training.early_stopping` and, as long as the
+learning rate is constant, `training.max_steps`. Everything else may change between two starts.
 """
 EARLIER = """## Earlier names
 

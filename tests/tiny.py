@@ -16,6 +16,7 @@ MIXER = ("model.mixer=mlp", "model.H_layers=2")  # which the reference implement
 TINY = (
     *MIXER, "model.hidden_size=16", "training.max_steps=40", "evaluation.every_steps=20",
     "inference.depth=3", "evaluation.target_accuracy=null", "plan.threads=1",
+    "plan.report=false",
 )  # fmt: skip
 FOUR = ("data.path=set", "data.build={size: 4, difficulty: easy, train: 60, test: 12}")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import psutil
 
@@ -104,20 +104,39 @@ class LoadReading:
 class CpuLoad:
     """Measures how busy this and other processes keep the CPU. Create it once and read it regularly.
 
-    The first period starts at construction. psutil keeps the time of the last machine-wide reading per
-    thread, so read from one thread only, in which nothing else calls `psutil.cpu_percent`.
+    The first period starts at construction. Each object measures for itself; `psutil.cpu_percent` would
+    measure since its last call by anything in the same thread.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self.read()  # psutil measures since the previous call
+        self._before = self._read_times()
 
     def read(self) -> LoadReading:
         """Return the load since the previous call."""
+        now = self._read_times()
+        before, self._before = self._before, now
         cores = psutil.cpu_count() or 1
-        busy_cores = psutil.cpu_percent() * cores / 100
-        own_cores = self._process.cpu_percent() / 100
+        busy_cores = cores * (now.busy - before.busy) / max(now.all - before.all, 1e-9)
+        own_cores = (now.own - before.own) / max(now.time - before.time, 1e-9)
         return LoadReading(cores, own_cores, other_cores=max(0.0, busy_cores - own_cores))
+
+    def _read_times(self) -> _CpuTimes:
+        machine = psutil.cpu_times()._asdict()
+        guests = machine.get("guest", 0.0) + machine.get("guest_nice", 0.0)  # Linux counts them as user, too
+        all_seconds = sum(machine.values()) - guests
+        idle = machine["idle"] + machine.get("iowait", 0.0)
+        own = self._process.cpu_times()
+        return _CpuTimes(time.monotonic(), all_seconds, all_seconds - idle, own.user + own.system)
+
+
+class _CpuTimes(NamedTuple):
+    """Seconds of CPU time since the start of the machine or of this process, on all cores together."""
+
+    time: float
+    all: float
+    busy: float
+    own: float
 
 
 def other_cpu_percent(seconds: float = 0.2) -> float:

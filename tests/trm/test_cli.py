@@ -215,6 +215,7 @@ OUTPUTS = {
     "predict gif": ("predict", "nowhere", "puzzle", "--gif"),
     "eval submission": ("eval", "nowhere", "--submission"),
     "bench out": ("bench", "--out"),
+    "report out": ("report", "nowhere", "--out"),
     "export file": ("checkpoint", "export", "nowhere"),
     "copy file": ("recipes", "copy", "nowhere"),
     "explain html": ("email", "explain", "nowhere", "letter", "--html"),

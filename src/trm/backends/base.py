@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from macbook_optimization.errors import ConfigError, LaptopError
 from macbook_optimization.memory_management import MemoryModel
@@ -169,6 +171,44 @@ class Learner(Protocol):
         ...
 
 
+class Span(NamedTuple):
+    """An operation, or a phase around operations. Times are in microseconds of one clock for all threads."""
+
+    name: str
+    thread: int
+    start: float
+    end: float
+
+
+class Allocation(NamedTuple):
+    """Memory that was allocated or, if `num_bytes` is negative, freed."""
+
+    time: float  # in microseconds, as those of spans
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What every thread that computes did while steps were recorded."""
+
+    spans: list[Span]
+    allocations: list[Allocation]
+
+
+class StepRecorder(Protocol):
+    """Records steps of one learner. Recording slows them down and changes no result."""
+
+    def start(self) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Mark what this thread does inside. The learner marks forward, backward and optimizer itself."""
+        ...
+
+    def stop(self, trace: Path | None) -> Recording:
+        """Stop recording, and write a trace that Perfetto and chrome://tracing open."""
+        ...
+
+
 class Backend(Protocol):
     """A library that computes: a module with these functions."""
 
@@ -187,6 +227,10 @@ class Backend(Protocol):
     def learner(self, program: Program, execution: Execution, world: World) -> Learner: ...
 
     def predictor(self, program: Program, execution: Execution, weights: Weights) -> Predictor: ...
+
+    def recorder(self, learner: Learner) -> StepRecorder:
+        """Return what records the steps of this learner, for a profile."""
+        ...
 
     def peak_bytes(self) -> int:
         """Return the most memory that computing has occupied so far in this process."""

@@ -28,6 +28,7 @@ from trm.cli.report import report
 from trm.cli.runs import runs
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
+from trm.cli.tune import tune
 from trm.cli.watch import watch
 
 
@@ -61,7 +62,7 @@ def cli() -> None:
 
 
 for command in (
-    data, checkpoint, doctor, bench, train, evaluate, predict, email, recipes, report, runs, watch,
+    data, checkpoint, doctor, bench, train, tune, evaluate, predict, email, recipes, report, runs, watch,
 ):  # fmt: skip
     cli.add_command(command)
 

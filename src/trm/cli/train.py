@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 10**9),
     help="Train a finished run, named in place of RECIPE, for N more steps.",
 )
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Record a few steps after auto-tuning: a summary and a trace in the run's directory profile.",
+)
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
 @click.option("--quiet", is_flag=True, help="Show no progress and no messages.")
 @json_option
@@ -45,6 +50,7 @@ def train(
     max_minutes: float | None,
     max_steps: int | None,
     more_steps: int | None,
+    profile: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -64,6 +70,8 @@ def train(
         max_minutes=max_minutes,
         max_steps=max_steps,
     )
+    if profile:
+        overrides = (*overrides, "plan.profile=true")
     outcome = train_recipe(recipe, overrides, run, start)
     show(_outcome_facts(outcome), as_json, _outcome_text(outcome))
     if outcome.reason == "interrupted":
@@ -86,13 +94,14 @@ def _outcome_text(outcome: Outcome) -> str:
     why = {
         "target": "Reached the target",
         "max_steps": "Trained all steps",
+        "early stopping": "Early stopping: the primary metric no longer improved. Training ended",
         "limit": "Reached --max-minutes or --max-steps",
         "interrupted": "Stopped",
     }[outcome.reason]
     lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
     if outcome.step == 0:
         lines = [f"{why} before the first step was finished."]
-    if outcome.reason == "max_steps" and outcome.target and outcome.best:
+    if outcome.reason in ("max_steps", "early stopping") and outcome.target and outcome.best:
         lines.append(f"The target of {outcome.target:.0%} was not reached.")
     metric = primary_metric(outcome.best or {})
     if outcome.best and metric:
@@ -103,9 +112,11 @@ def _outcome_text(outcome: Outcome) -> str:
             f"(step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
         )
     lines.append(f"The run is in {outcome.run}.")
+    if (outcome.run / "report.html").exists() and outcome.reason != "interrupted":
+        lines.append(f"The report is in {outcome.run / 'report.html'}.")
     if outcome.reason == "limit":
         lines.append("Without that limit, or with a later one, the same command resumes from there.")
-    if outcome.reason in ("target", "max_steps"):
+    if outcome.reason in ("target", "max_steps", "early stopping"):
         lines.append(f"To train it longer: trm train {outcome.run} --more-steps N")
     if outcome.reason == "interrupted":
         lines.append("The same command resumes from there.")

@@ -8,7 +8,7 @@ from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.parsing import config_from_text, differences, load_config, parse_section
 from trm.config.recipes import find_recipe, shipped_recipes
-from trm.config.schedules import CurriculumConfig, PhaseConfig, PlateauConfig
+from trm.config.schedules import CurriculumConfig, EarlyStoppingConfig, PhaseConfig, PlateauConfig
 from trm.config.sections import (
     CheckpointsConfig,
     DataConfig,
@@ -25,6 +25,7 @@ __all__ = [
     "CountOrZero",
     "CurriculumConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvaluationConfig",
     "Fraction",
     "InferenceConfig",

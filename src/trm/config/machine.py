@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from macbook_optimization.training_config_adapter import Checkpointing
-from trm.config.values import Count, Positive, PositiveOrZero, Section
+from trm.config.values import Count, Positive, PositiveOrZero, Rate, Section
 
 
 def _checkpointing(value: object) -> object:
@@ -36,6 +36,15 @@ class PlanSettings(Section):
     compile: bool | None = None
     """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
     faster."""
+    keep_awake: bool = False
+    """Prevent the machine from sleeping while it trains (`caffeinate` on a Mac, `systemd-inhibit` on
+    Linux)."""
+    report: bool = True
+    """Write `report.html` into the run when training ends by itself; pictures of answers are added after more
+    than a minute of training."""
+    profile: bool = False
+    """Record a few steps once auto-tuning has finished (`trm train --profile`). This applies to one start:
+    the recipe in the run directory has false."""
 
 
 class LimitSettings(Section):
@@ -53,9 +62,20 @@ class LimitSettings(Section):
     """Steps between garbage collections; null collects only when the micro-batch size is lowered."""
     low_battery_percent: Annotated[PositiveOrZero, Field(le=100)] = 10.0
     """Save a checkpoint when the battery falls below this percentage."""
+    on_battery: Literal["continue", "slow", "pause"] = "continue"
+    """Without mains power: `continue`, `slow` (compute for a share of the time and sleep for the rest), or
+    `pause` (save, and wait until mains power is back)."""
+    on_battery_factor: Rate = 0.5
+    """Share of the time that `on_battery: slow` computes."""
     enable_thermal_monitoring: bool = True
     """Pause briefly when the machine is too hot."""
     thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None
     """Temperature in degrees Celsius that counts as too hot; null relies on what the system reports."""
     cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
     """Length of such a pause in seconds."""
+    thermal_batch_reduction: bool = True
+    """Compute for only a share of the time while the machine is too hot, and sleep for the rest. The batch
+    stays as it is: a smaller one keeps the cores as busy, so it does not cool."""
+    thermal_batch_reduction_factor: Rate = 0.75
+    """That share; it is applied again every minute while the machine is too hot, down to a quarter of the
+    time, and taken back step by step after five minutes without heat."""

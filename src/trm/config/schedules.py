@@ -1,4 +1,4 @@
-"""Sections that change training while it runs: curriculum, phases, and what follows a plateau."""
+"""Sections that change training while it runs: curriculum, phases, and what follows a plateau or ends it."""
 
 from __future__ import annotations
 
@@ -88,3 +88,15 @@ class PlateauConfig(Section):
     """Factor by which the learning rate is lowered each time."""
     min_ratio: Annotated[Fraction, Field(gt=0)] = 0.01
     """Lowest factor of the learning rate that all reductions together may reach."""
+
+
+class EarlyStoppingConfig(Section):
+    """The end of training when the primary metric no longer improves. Only the evaluations every
+    `evaluation.every_steps` steps count. The weights of a step do not depend on this section, so it may
+    change when a run is resumed."""
+
+    patience: Count = 10
+    """Evaluations in a row without an improvement that end training."""
+    min_delta: BelowOne = 0.0
+    """Amount by which the primary metric must exceed its best value to count as improved; 0.001 is 0.1
+    percentage points of an accuracy."""

@@ -18,7 +18,14 @@ from trm.config.inference import InferenceConfig
 from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.renamed import with_current_keys
-from trm.config.schedules import CurriculumConfig, PhaseConfig, PlateauConfig, check_phases, phase_starts
+from trm.config.schedules import (
+    CurriculumConfig,
+    EarlyStoppingConfig,
+    PhaseConfig,
+    PlateauConfig,
+    check_phases,
+    phase_starts,
+)
 from trm.config.values import (
     BelowOne,
     ClassWeights,
@@ -94,6 +101,8 @@ class TrainingConfig(Section):
     """Phases in their order, such as warm-up, main and fine-tune, each with a factor of the learning rate."""
     plateau: PlateauConfig | None = None
     """Lower the learning rate when the primary metric stops improving; null for the schedule alone."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End training when the primary metric stops improving; null to train all steps."""
     adaptive_min_length: Count | None = None
     """Fewest tokens to which rows of different lengths may be cut while memory is short although the
     micro-batch is a single example; null never cuts. This changes what is learned, and when it happens
@@ -117,6 +126,14 @@ class TrainingConfig(Section):
         check_phases(self.phases, self.max_steps)
         if self.initial_embeddings != "random" and self.initial_weights is not None:
             raise ValueError("initial_embeddings and initial_weights both set the embeddings; one is enough")
+        if self.plateau is not None and self.early_stopping is not None:
+            reduced_after, stopped_after = self.plateau.patience, self.early_stopping.patience
+            if stopped_after <= reduced_after:
+                raise ValueError(
+                    f"early_stopping.patience {stopped_after} ends training before a learning rate that was "
+                    f"lowered after {reduced_after} evaluations (plateau.patience) has any effect; it must "
+                    "be larger"
+                )
         return self
 
     @property
@@ -230,8 +247,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.training.plateau is not None and self.evaluation.every_steps is None:
-            raise ValueError("training.plateau is decided by evaluations, but evaluation.every_steps is null")
+        for name in ("plateau", "early_stopping"):
+            if getattr(self.training, name) is not None and self.evaluation.every_steps is None:
+                raise ValueError(
+                    f"training.{name} is decided by evaluations, but evaluation.every_steps is null"
+                )
         if self.training.adaptive_min_length is not None:
             self._check_adaptive_length()
         return self
@@ -248,6 +268,10 @@ class RunConfig(Section):
                 "further, so it needs limits.dynamic_batch_sizing"
             )
 
+    def without_profile(self) -> Self:
+        """Return the recipe as a run keeps it: a profile is recorded in one start only."""
+        return self.model_copy(update={"plan": self.plan.model_copy(update={"profile": False})})
+
     def what_is_learned(self, until: int | None = None) -> JsonObject:
         """Return the part that a resumed run must share; `until` a step, what its weights depend on.
 
@@ -256,6 +280,7 @@ class RunConfig(Section):
         learned = self.model_dump(mode="json", include={"task", "seed", "model", "training"})
         learned["data"] = {"augment": self.data.augment}
         del learned["training"]["deterministic"]
+        del learned["training"]["early_stopping"]  # where training ends, not what a step learns
         if self.training.lr_min_ratio == 1:  # nothing depends on where training ends
             del learned["training"]["extensions"]
             if all(phase.share is None for phase in self.training.phases):

@@ -22,7 +22,14 @@ from trm.planning.measurements import Measurements
 
 _SCHEMA = 2  # of what is stored
 _MAX_BYTES = MIB  # of one file; measurements take a few KiB
-_OF_NO_CONSEQUENCE = {"learning_rate", "max_steps", "extensions", "initial_embeddings", "initial_weights"}
+_OF_NO_CONSEQUENCE = {
+    "learning_rate",
+    "max_steps",
+    "extensions",
+    "early_stopping",
+    "initial_embeddings",
+    "initial_weights",
+}
 
 
 def cache_directory() -> Path:

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.errors import LaptopError
 from macbook_optimization.resource_monitoring import BackgroundMonitor
 from trm.config import RunConfig
 from trm.display import Display
@@ -24,6 +26,8 @@ from trm.training.preparation import Job
 from trm.training.supervisor import supervise
 
 INTERVAL_SECONDS = 1.0
+EXAMPLES_AFTER_SECONDS = 60.0  # of training: drawing answers takes several seconds
+REPORT_TIMEOUT_SECONDS = 120.0
 
 
 class RunMonitor(BackgroundMonitor):
@@ -66,7 +70,26 @@ class RunMonitor(BackgroundMonitor):
 def train_monitored(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
     """Train to the end under supervision, and monitor the run meanwhile."""
     with _monitored(job) as watched:
-        return supervise(watched, limits, lock)
+        outcome = supervise(watched, limits, lock)
+    if job.config.plan.report and outcome.reason != "interrupted":
+        _write_report(job, outcome)
+    return outcome
+
+
+def _write_report(job: Job, outcome: Outcome) -> None:
+    """Write the report in a child process: whatever happens to it, training has ended well."""
+    display = job.planner.display
+    display.status("Writing the report")
+    arguments = {"run": str(job.run.path), "with_examples": outcome.seconds >= EXAMPLES_AFTER_SECONDS}
+    problem: object = "interrupted"
+    try:
+        run_in_child("trm.reports.report:write_in_child", arguments, timeout_seconds=REPORT_TIMEOUT_SECONDS)
+        return
+    except (ChildDied, LaptopError) as error:
+        problem = error
+    except KeyboardInterrupt:
+        pass
+    display.message(f"The report was not written ({problem}); `trm report {job.run.path}` writes it.")
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
+from macbook_optimization.children import Send
 from macbook_optimization.terminal_text import visible
 from trm.reports.confusion import Confusion
 from trm.reports.curves import MARK_GROUPS
-from trm.reports.examples import Examples, no_examples
+from trm.reports.examples import Examples, find_examples, no_examples
 from trm.reports.facts import Diagnose, Report, gather, no_diagnosis
 from trm.reports.targets import MACHINES
 from trm.reports.wording import duration
@@ -29,6 +30,12 @@ def write_report(run: Run, diagnose: Diagnose = no_diagnosis, examples: Examples
     later = f"`trm report {run.path}` adds pictures of answers, for tasks that have them."
     run.write(FILE_NAME, as_html(gather(run, examples or no_examples(later), diagnose)))
     return run.path / FILE_NAME
+
+
+def write_in_child(run: str, with_examples: bool, send: Send) -> None:
+    """Write the report of a run that has just been trained."""
+    path = Path(run)
+    write_report(Run(path), examples=find_examples(path) if with_examples else None)
 
 
 def as_html(report: Report) -> str:

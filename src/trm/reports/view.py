@@ -52,12 +52,12 @@ class RunView:
 
     def read(self) -> None:
         """Take in what was written since the last call."""
-        while rows := self.follower.read():
-            self.history.add(rows)
-            self.eta.add(rows)
-            plans = [row for row in rows if row.get("event") == PlanChosen.name]
-            if plans:
-                self.plan = _read_plan(plans[-1]) or self.plan
+        rows = list(self.follower.skim())
+        self.history.add(rows)
+        self.eta.add(rows)
+        plans = [row for row in rows if row.get("event") == PlanChosen.name]
+        if plans:
+            self.plan = _read_plan(plans[-1]) or self.plan
 
     def summary(self) -> str:
         """Return what a plain line of progress says beside the numbers of the trainer."""

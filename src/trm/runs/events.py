@@ -12,6 +12,8 @@ from typing import ClassVar
 
 from macbook_optimization.json_types import JsonObject
 
+EARLY_STOPPING = "early stopping"  # as a reason of `Stopped`
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -42,7 +44,7 @@ class Resumed(Event):
 @dataclass(frozen=True, slots=True)
 class Stopped(Event):
     name = "stopped"
-    reason: str
+    reason: str  # "target", "max_steps", "early stopping", "limit" or "interrupted"
     step: int
     seconds: float  # of training, over all starts of the run
     peak_bytes: int
@@ -254,6 +256,17 @@ class CompileTried(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled(Event):
+    """A few steps were recorded; the result is in the run's directory `profile`."""
+
+    name = "profiled"
+    step: int  # the last of them
+    steps: int
+    step_seconds: float  # mean time of a recorded step
+    step_seconds_before: float  # likewise without the recording
+
+
+@dataclass(frozen=True, slots=True)
 class CoolingBreak(Event):
     name = "cooling break"
     reason: str
@@ -265,4 +278,52 @@ class CoolingBreak(Event):
 class LowBattery(Event):
     name = "low battery"
     percent: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DutyCycleChanged(Event):
+    """Training computes for another share of the time and sleeps for the rest; 1 is full speed, with which
+    every start begins."""
+
+    name = "duty cycle"
+    step: int
+    before: float
+    after: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPaused(Event):
+    """Training waits, until `continued` or `stopped`; this is not training time."""
+
+    name = "paused"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingContinued(Event):
+    """The cause of the pause has gone."""
+
+    name = "continued"
+    step: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottlingInferred(Event):
+    """Steps became slower at equal work, and other programs do not explain it. No sensor reported this."""
+
+    name = "throttling inferred"
+    step: int
+    factor: float  # by which the processor seems to be slower than at the start
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottlingOver(Event):
+    """Steps take as long again as before the inferred throttling."""
+
+    name = "throttling over"
     step: int

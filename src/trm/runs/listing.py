@@ -14,7 +14,7 @@ from macbook_optimization.memory_management import MIB
 from macbook_optimization.terminal_text import align
 from trm.config import RunConfig
 from trm.runs.directory import EVENTS, METRICS, Run, is_run
-from trm.runs.events import Stopped
+from trm.runs.events import EARLY_STOPPING, Stopped
 from trm.runs.saved_state import check_compatible
 
 
@@ -22,7 +22,7 @@ from trm.runs.saved_state import check_compatible
 class RunSummary:
     path: str
     task: str | None
-    state: str  # "done", "unfinished", or "unreadable" if its recipe is
+    state: str  # "done", "stopped early", "unfinished", or "unreadable" if its recipe is
     step: int
     max_steps: int | None
     seconds: float | None
@@ -58,7 +58,7 @@ def summarise(run: Run) -> RunSummary:
     checkpoints = run.checkpoints()
     metric, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
     step = checkpoints.newest_step() or 0
-    seconds, problem = _seconds(run)
+    stopped, seconds, problem = _last_stop(run)
     try:
         config = run.config
     except (RunError, ConfigError) as error:
@@ -68,7 +68,11 @@ def summarise(run: Run) -> RunSummary:
     else:
         task = config.task
         max_steps = config.training.last_step
-        state = "done" if is_done(config, step, accuracy) else "unfinished"
+        state = "unfinished"
+        if is_done(config, step, accuracy):
+            state = "done"
+        elif has_stopped_early(config, step, stopped):
+            state = "stopped early"
     return RunSummary(
         path=str(run.path),
         task=task,
@@ -89,8 +93,17 @@ def is_done(config: RunConfig, step: int, accuracy: float | None) -> bool:
     return reached or step >= config.training.last_step
 
 
-def _seconds(run: Run) -> tuple[float | None, str | None]:
-    """Return the seconds of training, or None and the reason if they are unknown.
+def has_stopped_early(config: RunConfig, step: int, stopped: JsonMapping) -> bool:
+    """Return whether early stopping ended a run at this step. `stopped` is the event of its last stop.
+
+    `config` no longer ends there if it has no early stopping, or more steps were requested after it.
+    """
+    is_end = stopped.get("reason") == EARLY_STOPPING and stopped.get("step") == step
+    return is_end and config.training.early_stopping is not None
+
+
+def _last_stop(run: Run) -> tuple[JsonMapping, float | None, str | None]:
+    """Return the event of the last stop, or an empty one, and the seconds of training, or None and why.
 
     `trm train` reports them when it ends. The last row of the metrics is newer while a run is trained, and
     after a crash.
@@ -101,12 +114,12 @@ def _seconds(run: Run) -> tuple[float | None, str | None]:
         row = run.last_row()
         is_empty = row is None and (not metrics.exists() or metrics.stat().st_size == 0)
     except (RunError, OSError) as error:
-        return None, str(error)
+        return {}, None, str(error)
     reported = [(source or {}).get("seconds") for source in (stopped, row)]
     known = [float(value) for value in reported if isinstance(value, int | float) and math.isfinite(value)]
     if known:
-        return max(known), None
-    return None, None if is_empty else f"{METRICS} has no row that can be read"
+        return stopped or {}, max(known), None
+    return stopped or {}, None, None if is_empty else f"{METRICS} has no row that can be read"
 
 
 def describe_runs(runs: Sequence[RunSummary]) -> list[str]:

@@ -39,6 +39,14 @@ class SavedPlateau(BaseModel):
     scale: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+class SavedEarlyStopping(BaseModel):
+    """How long the primary metric has not improved; unused without `training.early_stopping`."""
+
+    model_config = ConfigDict(frozen=True)
+    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    waited: CountOrZero = 0
+
+
 class SavedState(BaseModel):
     """What decides the weights from here on is compared when a run is resumed; `plan` and `versions` may
     change, and changes are recorded."""
@@ -50,6 +58,7 @@ class SavedState(BaseModel):
     slots: dict[str, list[Annotated[int, Field(ge=-1, lt=2**62)]]]
     curriculum: dict[Literal["stage", "exact", "seen"], CountOrZero] = {}
     plateau: SavedPlateau = SavedPlateau()
+    early_stopping: SavedEarlyStopping = SavedEarlyStopping()
     seconds: PositiveOrZero = 0.0  # of training, over all starts
     evaluated: CountOrZero = 0  # the last step whose weights were evaluated
     best: JsonObject | None = None  # the best evaluation so far, including this one

@@ -22,7 +22,6 @@ from trm.tasks.dataset import Split
 from trm.tasks.metrics import exact_answers
 from trm.training.log import RunLog
 from trm.training.resources import MemoryControl
-from trm.training.signals import StopRequest
 from trm.training.state import TrainingState
 
 _NOT_SHOWN = ("halt_accuracy",)  # beside the others, in a line
@@ -147,10 +146,11 @@ class Evaluator:
             return False
         return step >= config.training.last_step or step % every == 0
 
-    def run(self, elapsed: Callable[[], float], stop: StopRequest) -> EvalRow:
-        """Evaluate, record and show the result. `elapsed` returns the training time so far."""
+    def run(self, elapsed: Callable[[], float], check: Callable[[], None]) -> EvalRow:
+        """Evaluate, record and show the result. `elapsed` returns the training time so far; `check` is called
+        after every inference step, and may rest or raise to stop."""
         with self.log.timed("evaluation"):
-            found = self._evaluate(stop)
+            found = self._evaluate(check)
         step = self.state.step
         seconds = elapsed()
         self.evaluated = step
@@ -162,12 +162,12 @@ class Evaluator:
         )
         return row
 
-    def _evaluate(self, stop: StopRequest) -> Evaluation:
+    def _evaluate(self, check: Callable[[], None]) -> Evaluation:
         """Evaluate; after a failed allocation, start again with a smaller batch."""
 
         def progress(done: int, total: int, facts: str) -> None:
             self.log.display.update("evaluating", done, total, facts)
-            stop.check()
+            check()
 
         config = self.state.config
         task = self.state.feed.task

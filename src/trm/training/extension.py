@@ -12,7 +12,7 @@ from trm.config import RunConfig
 from trm.display import Display
 from trm.runs.directory import Run, refuse_if_different
 from trm.runs.events import Extended
-from trm.runs.listing import is_done, summarise
+from trm.runs.listing import summarise
 from trm.schedule import learning_rate_factor
 
 
@@ -23,6 +23,7 @@ def extend(
 
     `config` is the run's recipe, possibly with other settings. The same request resumes an extension that was
     interrupted. Unless `keep_target`, the target no longer ends the run: it may have been reached already.
+    Early stopping no longer ends it either, unless `config` has another one than the run.
     """
     recorded = run.config
     refuse_if_different(config.what_is_learned(), recorded.what_is_learned(), run.path)
@@ -30,7 +31,7 @@ def extend(
     step = summary.step
     extensions = recorded.training.extensions
     last_step = recorded.training.last_step
-    is_new = is_done(recorded, step, summary.accuracy)
+    is_new = summary.state in ("done", "stopped early")
     if is_new:
         last_step = step + num_steps
         extensions = {**extensions, step: last_step}
@@ -39,7 +40,9 @@ def extend(
             f"{run.path} has not finished: it is at step {step} of {last_step}",
             hint=f"`trm train {run.path}` trains the rest; after that, --more-steps trains it longer.",
         )
-    extended = _extended(config, extensions, keep_target)
+    is_given = config.training.early_stopping != recorded.training.early_stopping
+    keep_patience = is_given or not is_new  # an interrupted extension has what it began with
+    extended = _extended(config, extensions, keep_target=keep_target, keep_patience=keep_patience)
     if is_new:
         run.write("recipe.yaml", extended.to_yaml())
         run.record(Extended(step, last_step))
@@ -47,9 +50,13 @@ def extend(
     return extended
 
 
-def _extended(config: RunConfig, extensions: dict[int, int], keep_target: bool) -> RunConfig:
+def _extended(
+    config: RunConfig, extensions: dict[int, int], *, keep_target: bool, keep_patience: bool
+) -> RunConfig:
     tree = config.model_dump()
     tree["training"]["extensions"] = extensions
+    if not keep_patience:
+        tree["training"]["early_stopping"] = None
     if not keep_target:
         tree["evaluation"]["target_accuracy"] = None
     return RunConfig.model_validate(tree)
@@ -59,7 +66,13 @@ def _describe(run: Run, config: RunConfig, step: int) -> str:
     training = config.training
     text = f"Training {run.path} from step {step} to step {training.last_step}"
     target = config.evaluation.target_accuracy
-    text += ", whatever its accuracy." if target is None else f" or a target of {target:.0%}."
+    if target is not None:
+        text += f" or a target of {target:.0%}"
+    if training.early_stopping is not None:
+        text += " or early stopping"
+    if target is None and training.early_stopping is None:
+        text += ", whatever its accuracy"
+    text += "."
     if training.lr_min_ratio < 1:
         before, after = (learning_rate_factor(each, training) for each in (max(step, 1), step + 1))
         text += (

@@ -10,8 +10,8 @@ from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.config import RunConfig
 from trm.runs.directory import EVENTS, Run
-from trm.runs.events import Stopped
-from trm.runs.listing import is_done, primary_metric
+from trm.runs.events import EARLY_STOPPING, Stopped
+from trm.runs.listing import has_stopped_early, is_done, primary_metric
 from trm.training.loop import Outcome
 
 
@@ -24,11 +24,14 @@ def finished_outcome(run: Run, config: RunConfig) -> Outcome | None:
     metric = primary_metric(best or {})
     accuracy = None if metric is None else metric[1]
     step = stopped["step"]
-    if not is_done(config, step, accuracy):
+    stopped_early = has_stopped_early(config, step, stopped)
+    if not (stopped_early or is_done(config, step, accuracy)):
         return None
     target = config.evaluation.target_accuracy
     reached_target = target is not None and accuracy is not None and accuracy >= target
     reason = "target" if reached_target else "max_steps"
+    if stopped_early:
+        reason = EARLY_STOPPING
     return Outcome(run.path, reason, step, stopped["seconds"], best, target)
 
 
@@ -40,7 +43,7 @@ def _last_stop(run: Run) -> JsonObject | None:
     except RunError:
         return None
     step = checkpoints.newest_step()
-    is_end = stopped.get("reason") in ("target", "max_steps") and stopped.get("step") == step
+    is_end = stopped.get("reason") in ("target", "max_steps", EARLY_STOPPING) and stopped.get("step") == step
     if step is None or not is_end or not isinstance(stopped.get("seconds"), float):
         return None
     is_intact = checkpoints.is_intact(checkpoints.path(step).name) and checkpoints.best_problem() is None
@@ -50,10 +53,11 @@ def _last_stop(run: Run) -> JsonObject | None:
 def _has_settings_of(run: Run, best: JsonMapping | None, config: RunConfig) -> bool:
     """Return whether the run learns what `config` says, and its best evaluation has the settings of it."""
     recorded = run.config
-    same_settings = (config.data, config.evaluation, config.inference) == (
+    same_settings = (config.data, config.evaluation, config.inference, config.training.early_stopping) == (
         recorded.data,
         recorded.evaluation,
         recorded.inference,
+        recorded.training.early_stopping,
     )
     if not same_settings or config.what_is_learned() != recorded.what_is_learned():
         return False

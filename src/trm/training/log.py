@@ -45,14 +45,15 @@ class RunLog:
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
-        """Count the time inside as spent on this activity."""
-        started = time.monotonic()
+        """Count the time inside as spent on this activity, except for what is counted as another one."""
+        started = time.monotonic() - sum(self.spent.values())
         try:
             yield
         finally:
-            self.count({activity: time.monotonic() - started})
+            self.count({activity: time.monotonic() - sum(self.spent.values()) - started})
 
     def count(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds that were spent on activities."""
         for activity, more in seconds.items():
             self.spent[activity] = self.spent.get(activity, 0.0) + more
 

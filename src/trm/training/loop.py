@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.json_types import JsonObject
+from macbook_optimization.units import counted
 from trm.backends.base import StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.events import CoolingBreak, Initialised, LearningRateLowered, LowBattery, Resumed, Stopped
+from trm.runs.events import EARLY_STOPPING, Initialised, LearningRateLowered, Resumed, Stopped
 from trm.runs.listing import metric_label
 from trm.runs.rows import EvalRow
 from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
+from trm.training.early_stopping import EarlyStopping
 from trm.training.evaluation import Evaluator
 from trm.training.log import RunLog, StepMetrics, StepTiming
-from trm.training.resources import Resources
+from trm.training.resources import Resources, StepTook, Stopwatch
 from trm.training.signals import Interrupted, StopRequest
 from trm.training.state import TrainingState
 from trm.training.tuner import Tuner
@@ -45,11 +48,18 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     run: Path
-    reason: str  # "target", "max_steps", "limit" or "interrupted"
+    reason: str  # as in the event `stopped`
     step: int
     seconds: float
     best: JsonObject | None
     target: float | None
+
+
+def describe_early_stop(state: TrainingState, best: BestSoFar) -> str:
+    stopping = state.early_stopping
+    metric = metric_label(best.metric).capitalize()
+    evaluations = counted(stopping.waited, "evaluation")
+    return f"{metric} has not improved on {stopping.best or 0:.1%} for {evaluations}: training ends early."
 
 
 def lower_on_plateau(state: TrainingState, best: BestSoFar, evaluation: EvalRow, log: RunLog) -> None:
@@ -84,8 +94,8 @@ class Trainer:
         return self.state.config
 
     def elapsed(self) -> float:
-        """Return the seconds of training over all starts, without pauses of the process."""
-        return self.seconds_before + self.resources.clock.seconds
+        """Return the seconds of training over all starts, without pauses."""
+        return self.seconds_before + self.resources.training_seconds
 
     def resume(self) -> None:
         checkpoint = self.checkpointer.recover()
@@ -100,6 +110,8 @@ class Trainer:
         self.seconds_before = saved.seconds
         self.evaluator.evaluated = saved.evaluated
         self.best.restore(saved.best)
+        if self.best.row is None:  # evaluations with other settings are not comparable
+            self.state.early_stopping = EarlyStopping()
         changes = self.state.changes_since(saved)
         self.log.event(Resumed(checkpoint.step, changes))
         with_changes = f" ({', '.join(changes)})" if changes else ""
@@ -124,22 +136,24 @@ class Trainer:
                 reason = self._reason_to_stop(limits)
                 if reason is not None and self._saved_at_end(stop):
                     break
+                if self.resources.power.waits(self.state.step, stop.check):
+                    continue
                 stop.check()
-                began = self.resources.clock.seconds
-                started = time.monotonic()
+                watch = Stopwatch(self.resources)
                 try:
                     rate, result = self._train_step(stop)
                 except NonFiniteError as error:
                     if recovery.skip_step(self.state, self.log, error):
                         self._roll_back(error)
                     continue
-                took = max(self.resources.clock.seconds - began, 1e-9)
-                self._log_step(metrics, rate, result, took)
-                # A pause makes this step slow, not fast: the tuner keeps the best of several.
-                self._adapt(time.monotonic() - started, limits)
+                took = watch.read()
+                self._log_step(metrics, rate, took.without_rests(result), took.seconds)
+                self._adapt(took, limits)
         except Interrupted:
             reason = "interrupted"
             self.checkpointer.save_interrupted(self._save, stop.check)
+        if reason == EARLY_STOPPING:
+            self.log.message(describe_early_stop(self.state, self.best))
         metrics.write()
         seconds = self.elapsed()
         self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
@@ -155,17 +169,12 @@ class Trainer:
         step = self.state.step
         try:
             if self.evaluator.is_due():
-                evaluation = self.evaluator.run(self.elapsed, stop)
+                evaluation = self.evaluator.run(self.elapsed, partial(power.check_and_rest, stop.check))
                 lower_on_plateau(self.state, self.best, evaluation, self.log)  # a save contains the decision
                 self.best.offer(evaluation, self._save)
-            if (percent := power.battery_fell()) is not None:
-                self.log.event(LowBattery(percent, step))
-                self.log.message(f"The battery is at {percent:.0f} %; saving.")
-                self._save()
             if self.checkpointer.is_due(step):
                 self._save()
-            if (reason := power.too_hot()) is not None:
-                self._cool(reason, stop)
+            power.react(step, self._save, stop.check)
         except NonFiniteError as error:  # in the weights, so there is nothing to continue with
             self._roll_back(error)
 
@@ -174,6 +183,8 @@ class Trainer:
             return "target"
         if self.state.step >= self.config.training.last_step:
             return "max_steps"
+        if self.state.stops_early:
+            return EARLY_STOPPING
         return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
 
     def _train_step(self, stop: StopRequest) -> tuple[float, StepResult]:
@@ -184,7 +195,7 @@ class Trainer:
 
         def next_size(slots_done: int) -> int:
             if slots_done:
-                stop.check()
+                self.resources.power.check_and_rest(stop.check)
                 self.log.display.update("this step", slots_done, num_slots, f"step {step + 1}")
             return memory.micro_batch_size(step)
 
@@ -207,17 +218,20 @@ class Trainer:
         self.log.display.update("this step", num_slots, num_slots)
         self.log.display.update("training", self.state.step, self.config.training.last_step, *facts)
 
-    def _adapt(self, step_seconds: float, limits: Limits) -> None:
+    def _adapt(self, took: StepTook, limits: Limits) -> None:
         """React to what the step took, and to the machine."""
         step = self.state.step
         self.resources.memory.collect_garbage(step)
         manager = self.resources.memory.manager
-        plan = self.tuner.after_step(step, step_seconds, manager, self.state.learner, limits.max_seconds)
+        # A pause makes this step slow, not fast: the tuner keeps the best of several.
+        seconds = took.wall_seconds
+        plan = self.tuner.after_step(step, seconds, manager, self.state.learner, limits.max_seconds)
         if plan is not None:
             self._use(plan)
             self.resources.threads.restart()
             self.log.plan(plan)
         elif self.tuner.warmup is None:
+            self.resources.watch_speed(self.state, took)
             threads = self.resources.threads.after_step(step)
             if threads is not None:
                 self.state.learner.reconfigure(replace(self.state.plan.execution, threads=threads))
@@ -236,15 +250,6 @@ class Trainer:
             memory.apply(plan)  # the same size keeps what memory pressure made of it
         self.resources.threads.apply(plan)
         self.state.plan = plan
-
-    def _cool(self, reason: str, stop: StopRequest) -> None:
-        if self.resources.power.cooled_at is None:  # the first of several pauses; later saves come when due
-            self._save()
-        seconds = self.config.limits.cooling_delay_seconds
-        self.log.event(CoolingBreak(reason, seconds, self.state.step))
-        self.log.message(f"Pausing for {seconds:g} s: {reason}.")
-        with self.log.timed("waiting"):
-            self.resources.power.cool(stop.check)
 
     def _save(self) -> bool:
         state = self.state

@@ -45,7 +45,7 @@ def prepare(
     config: RunConfig, path: Path, display: Display, *, fresh: bool = False, fit: bool = False
 ) -> Job:
     task = load_task(config.task)
-    config = _with_model(config, None if fresh else path, display)
+    config = with_model(config, None if fresh else path, display)
     if config.data.build is not None:
         task.check_options(config.data.build)  # even where nothing is built
         if not config.data.path.exists():
@@ -76,7 +76,7 @@ def outcome_if_finished(config: RunConfig, path: Path, *, fit: bool = False) -> 
     """Return how a run ended if nothing of it is left to train, before anything that takes time."""
     if not is_run(path):
         return None
-    config = _with_model(config, path, Silent())
+    config = with_model(config, path, Silent())
     config = _as_fitted(config, path, Silent()) if fit else config
     return finished_outcome(Run(path), config)
 
@@ -125,7 +125,7 @@ def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
         build_dataset(task, config.data.build, config.data.path, display, jobs)
 
 
-def _with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:
+def with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:
     """Give a recipe without a model the size for this machine, or the one that its run already has."""
     if "model" in config.model_fields_set:
         return config

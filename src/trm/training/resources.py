@@ -1,4 +1,4 @@
-"""How a run reacts to the machine: memory pressure, heat, batteries and busy cores.
+"""How a run reacts to the machine: memory pressure and busy cores here, heat and batteries in `power`.
 
 Monitors run in threads and only take readings. Every reaction happens in the loop, at a step or micro-batch
 boundary, and none of them changes what is learned, unless the recipe allows rows to be cut (`row_length`).
@@ -6,15 +6,15 @@ boundary, and none of them changes what is learned, unless the recipe allows row
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from macbook_optimization.errors import AllocationFailed
+from macbook_optimization.keep_awake import KeepAwake
 from macbook_optimization.memory_management import (
     MIB,
     Adjustment,
@@ -25,7 +25,9 @@ from macbook_optimization.memory_management import (
     PressureSettings,
 )
 from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, RunningClock
-from trm.config import LimitSettings, RunConfig
+from macbook_optimization.throttling import TimedStep
+from trm.backends.base import StepResult
+from trm.config import RunConfig
 from trm.plan import Plan
 from trm.runs.events import (
     BatchGrown,
@@ -34,8 +36,12 @@ from trm.runs.events import (
     GarbageCollectionStopped,
     ThreadsChanged,
 )
+from trm.schedule import cycles_of_step
 from trm.training.log import RunLog
+from trm.training.power import PowerControl
 from trm.training.row_length import RowLength
+from trm.training.state import TrainingState
+from trm.training.throttling_watch import ThrottlingWatch
 
 
 class MemoryControl:
@@ -136,53 +142,6 @@ class MemoryControl:
             self.log.event(GarbageCollectionStopped(step, returned))
 
 
-class PowerControl:
-    """When to save because the machine may switch off, and when to let it cool."""
-
-    PAUSE_INTERVAL_SECONDS = 60.0  # a pause of a few seconds per minute costs little
-
-    def __init__(self, limits: LimitSettings, monitor: PowerMonitor) -> None:
-        self.limits = limits
-        self.monitor = monitor
-        self.saved_at_percent = limits.low_battery_percent
-        self.cooled_at: float | None = None
-
-    def battery_fell(self) -> float | None:
-        """Return the percentage each time the battery is low and has fallen by one."""
-        power = self.monitor.power
-        if power is None or not power.on_battery or power.battery_percent is None:
-            self.saved_at_percent = self.limits.low_battery_percent
-            return None
-        percent = math.floor(power.battery_percent)  # some systems report fractions
-        if percent >= self.saved_at_percent:
-            return None
-        self.saved_at_percent = percent
-        return percent
-
-    def too_hot(self) -> str | None:
-        """Return why a pause is due, if one is."""
-        thermal = self.monitor.thermal
-        now = time.monotonic()
-        if not self.limits.enable_thermal_monitoring or thermal is None:
-            return None
-        if self.cooled_at is not None and now - self.cooled_at < self.PAUSE_INTERVAL_SECONDS:
-            return None
-        limit = self.limits.thermal_throttle_threshold
-        if limit is not None and thermal.temperature is not None and thermal.temperature > limit:
-            return f"the processor is at {thermal.temperature:.0f} °C, above {limit:g}"
-        if limit is None and thermal.is_throttling:
-            return "the system throttles the processor"
-        self.cooled_at = None
-        return None
-
-    def cool(self, check: Callable[[], None]) -> None:
-        end = time.monotonic() + self.limits.cooling_delay_seconds
-        while (left := end - time.monotonic()) > 0:
-            check()
-            time.sleep(min(0.2, left))
-        self.cooled_at = time.monotonic()
-
-
 class ThreadControl:
     """Falls back to one thread while other processes occupy the cores.
 
@@ -246,17 +205,78 @@ class Resources:
         row_length: RowLength | None = None,
     ) -> None:
         self.memory = MemoryControl(config, plan, log, release, row_length)
-        self.power = PowerControl(config.limits, PowerMonitor())
-        self.threads = ThreadControl(config, plan, log)
         self.clock = RunningClock()
+        self.awake = KeepAwake(log.message) if config.plan.keep_awake else None
+        self.power = PowerControl(config, PowerMonitor(), log, self.clock, self.awake)
+        self.threads = ThreadControl(config, plan, log)
+        self.throttling = ThrottlingWatch(log)
         self._open = ExitStack()
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds since the start, without pauses of the process and waits for mains power."""
+        return self.clock.seconds - self.power.paused_seconds
+
+    def watch_speed(self, state: TrainingState, took: StepTook) -> None:
+        """Compare the step with earlier ones of equal work in the same configuration."""
+        config = state.config
+        cycles = cycles_of_step(state.step, config.model, config.training, config.seed)
+        threads = self.threads.threads
+        configuration = (
+            state.plan.execution,
+            threads,
+            self.memory.manager.batch_size,
+            state.max_length,
+            state.stage,
+            state.phase,
+        )
+        step = TimedStep(cycles, took.wall_seconds, took.cpu_seconds)
+        self.throttling.after_step(state.step, step, configuration, threads)
 
     def __enter__(self) -> Self:
         for monitor in (self.memory.monitor, self.power.monitor, self.clock):
             self._open.enter_context(monitor)
+        if self.awake is not None:
+            self._open.enter_context(self.awake)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTook:
+    """What one step took. All but the last leave out the rests within it."""
+
+    seconds: float  # without pauses of the process
+    wall_seconds: float
+    cpu_seconds: float  # of this process, on all cores
+    rested_seconds: float
+
+    def without_rests(self, result: StepResult) -> StepResult:
+        """Return the result with the time of its rests taken off the computations that they were part of."""
+        computing = {name: result.seconds.get(name, 0.0) for name in ("forward", "backward")}
+        if not self.rested_seconds or not any(computing.values()):
+            return result
+        share = max(0.0, 1 - self.rested_seconds / sum(computing.values()))
+        computing = {name: share * seconds for name, seconds in computing.items()}
+        return replace(result, seconds={**result.seconds, **computing})
+
+
+class Stopwatch:
+    """Times one step, from its construction on."""
+
+    def __init__(self, resources: Resources) -> None:
+        self.resources = resources
+        self.started = self._now()
+
+    def _now(self) -> tuple[float, float, float, float]:
+        rested = self.resources.power.duty.rested_seconds
+        wall = time.monotonic() - rested
+        return self.resources.clock.seconds - rested, wall, time.process_time(), rested
+
+    def read(self) -> StepTook:
+        seconds, *others = (now - then for now, then in zip(self._now(), self.started, strict=True))
+        return StepTook(max(seconds, 1e-9), *others)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.evaluation import Evaluator, evaluation_settings
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome, Trainer
+from trm.training.profiling import QUIET_ENVIRONMENT, ProfiledState, StepProfiler
 from trm.training.resources import Resources
 from trm.training.row_length import RowLength
 from trm.training.signals import stop_signals
@@ -78,13 +81,18 @@ def train(
     hardware = HardwareDetector().detect(with_torch=False)  # before anything takes memory
     # The plan may be that of an earlier process: nothing is compiled yet, and the recipe may have changed.
     plan = plan.with_execution(compiled_size=None, deterministic=config.training.deterministic)
+    profiled = config.plan.profile
+    config = config.without_profile()
     task = load_task(config.task)
     train_split, test_split = open_splits(config, task, data_manager(config), verified)
     data = complete_spec(task, train_split)
     log = RunLog(open_run(path, config), display)
+    if profiled:
+        os.environ.update(QUIET_ENVIRONMENT)
     display.status("Loading PyTorch")
     backend = load_backend(plan.execution)
-    state = _state(backend, plan, Feed(config, task, train_split), Program.of(config, data))
+    profiler = StepProfiler(backend.recorder, log) if profiled else None
+    state = _state(backend, plan, Feed(config, task, train_split), Program.of(config, data), profiler)
     trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
     trainer.resume()
     if state.stage is not None:
@@ -98,17 +106,21 @@ def train(
         log.event(StageChanged(state.step, state.stage.number, state.stage.share))
     display.status("Taking the first step")
     log.write("hardware.json", json.dumps(describe_machine(), indent=2))
-    with stop_signals() as stop, trainer.resources:
+    with stop_signals() as stop, trainer.resources, profiler or nullcontext():
         return trainer.run(limits, stop)
 
 
-def _state(backend: Backend, plan: Plan, feed: Feed, program: Program) -> TrainingState:
+def _state(
+    backend: Backend, plan: Plan, feed: Feed, program: Program, profiler: StepProfiler | None
+) -> TrainingState:
     backend.prepare(plan.execution)
     untested = plan.provisional and plan.budget_bytes is not None
     if untested and backend.state_bytes(program) > (plan.budget_bytes or 0) / 2:
         raise AllocationFailed(torn=False)  # a probe must find out what fits
     world = SingleProcess(program.num_slots)
     make_learner = partial(backend.learner, program, plan.execution, world)
+    if profiler is not None:
+        return ProfiledState(profiler, feed.config, plan, feed, world, make_learner)
     return TrainingState(feed.config, plan, feed, world, make_learner)
 
 

@@ -14,6 +14,7 @@ from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.json_types import JsonObject
 from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
+from trm.batch import Batch
 from trm.config import CurriculumConfig, PhaseConfig, RunConfig
 from trm.feed import Feed
 from trm.plan import Plan
@@ -21,6 +22,7 @@ from trm.planning.cache import versions
 from trm.runs.saved_state import SavedSpec, SavedState, check_compatible
 from trm.schedule import cycles_of_step, label_smoothing_of_step, learning_rate_factor, phase_of_step
 from trm.slots import Slots
+from trm.training.early_stopping import EarlyStopping
 from trm.training.initial import initialise
 from trm.training.plateau import Plateau
 
@@ -77,6 +79,7 @@ class TrainingState:
         self.slots = Slots.new(self.num_slots)[owned_slots(world)]
         self.curriculum = Curriculum()
         self.plateau = Plateau()
+        self.early_stopping = EarlyStopping()
         self.skipped_in_a_row = 0
         self.learning_rate_scale = 1.0
         self.rolled_back_from: int | None = None  # step at which the loss became non-finite
@@ -112,6 +115,7 @@ class TrainingState:
         self.step = checkpoint.step
         self.curriculum = Curriculum(**saved.curriculum)
         self.plateau = Plateau(**saved.plateau.model_dump())
+        self.early_stopping = EarlyStopping(**saved.early_stopping.model_dump())
         self.skipped_in_a_row = saved.skipped_in_a_row
         self.learning_rate_scale = saved.learning_rate_scale
         self.rolled_back_from = saved.rolled_back_from
@@ -128,6 +132,7 @@ class TrainingState:
                 "slots": self.slots.to_lists(),
                 "curriculum": asdict(self.curriculum),
                 "plateau": asdict(self.plateau),
+                "early_stopping": asdict(self.early_stopping),
                 "seconds": seconds,
                 "evaluated": evaluated,
                 "best": best,
@@ -156,8 +161,7 @@ class TrainingState:
             label_smoothing=label_smoothing_of_step(step, training),
         )
         started = time.monotonic()
-        batch = self.feed.batch(slots, step, self.max_length)
-        self.feed.read_ahead(slots, stage)
+        batch = self.next_batch(slots, step)
         waited = time.monotonic() - started
         result = self.learner.step(batch, settings, next_size)
         result = replace(result, seconds={**result.seconds, "data": waited})
@@ -173,16 +177,31 @@ class TrainingState:
         self.skipped_in_a_row = 0
         return settings.learning_rate, result
 
+    def next_batch(self, slots: Slots, step: int) -> Batch:
+        """Return the batch of a step, and start to read that of the next."""
+        batch = self.feed.batch(slots, step, self.max_length)
+        self.feed.read_ahead(slots, self.curriculum.stage)
+        return batch
+
     def after_evaluation(self, value: float) -> None:
         """Take note of the primary metric after this step.
 
         The evaluation at the end of training does not count: it would not be there if the run were longer,
         and more steps must give the same run.
         """
-        settings = self.config.training.plateau
+        training = self.config.training
         every = self.config.evaluation.every_steps
-        if settings is not None and every is not None and self.step % every == 0:
-            self.plateau = self.plateau.after(value, settings)
+        if every is None or self.step % every:
+            return
+        if training.plateau is not None:
+            self.plateau = self.plateau.after(value, training.plateau)
+        if training.early_stopping is not None:
+            self.early_stopping = self.early_stopping.after(value, training.early_stopping)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the primary metric has not improved for as long as the recipe allows."""
+        return self.early_stopping.is_over(self.config.training.early_stopping)
 
     def skip_step(self) -> None:
         """Count a step without its update: every slot takes a new example, from fresh latents."""
@@ -201,6 +220,7 @@ class TrainingState:
             self.step = 0
             self.curriculum = Curriculum()
             self.plateau = Plateau()
+            self.early_stopping = EarlyStopping()
         else:
             self.restore(checkpoint)
         self.skipped_in_a_row = 0

@@ -71,7 +71,7 @@ def test_one_screen_shows_everything_that_matters(run):
         "best 50.0%", "learning rate 0.001", "40 samples/s now, 40 on average", "1.00 of 4.0 GiB",
         "CPU 91 97 %",
         "heat: not reported", "battery 81 %, on mains power", "plan: 1 x", "float32",
-        "1 threads instead of 2: other programs keep 1.0 of 2 cores busy",
+        "threads: 1 instead of 2, as other programs keep 1.0 of 2 cores busy",
     ):  # fmt: skip
         assert fact in text
 

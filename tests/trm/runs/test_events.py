@@ -78,7 +78,7 @@ def test_every_event_of_a_run_is_listed_with_its_fields(eventful_run):
     for row in rows:
         check_event(row)
     assert {
-        "plan", "data", "stopped", "damaged", "resumed", "low battery", "cooling break",
+        "plan", "data", "stopped", "damaged", "resumed", "low battery", "cooling break", "duty cycle",
         "garbage collection returns nothing",
     } <= {row["event"] for row in rows}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How a run reacts to the machine: battery, heat, busy cores, memory, and pauses of the process."""
+"""How a run reacts to the machine: busy cores, memory, and pauses of the process."""
 
 import os
 import signal
@@ -13,15 +13,12 @@ from processes import wait_for
 from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
-from macbook_optimization.hardware_detection import PowerSpecs
-from macbook_optimization.resource_monitoring import LoadReading, PowerMonitor, RunningClock, ThermalState
-from trm.config import LimitSettings
+from macbook_optimization.resource_monitoring import LoadReading, RunningClock
 from trm.runs.directory import EVENTS, Run
 from trm.training import resources
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Trainer
-from trm.training.resources import MemoryControl, PowerControl, Resources, ThreadControl
-from trm.training.start import train
+from trm.training.resources import MemoryControl, Resources, StepTook, ThreadControl
 
 
 @pytest.fixture(scope="module")
@@ -31,69 +28,6 @@ def dataset(tmp_path_factory):
 
 def events(path, *names):
     return [row for row in Run(path).rows(EVENTS) if row["event"] in names]
-
-
-# Battery and heat
-
-
-def monitor_with(percent, on_battery=True):
-    monitor = PowerMonitor()
-    monitor.power = PowerSpecs(on_battery, percent)
-    return monitor
-
-
-def test_a_low_battery_causes_a_save_each_time_that_it_falls():
-    control = PowerControl(LimitSettings(), monitor_with(50))
-    seen = []
-    readings = [(11, True), (9, True), (9, True), (8, True), (8, False), (9, True), (None, None)]
-    for percent, on_battery in readings:
-        fraction = percent and percent + 0.3  # Linux reports fractions
-        control.monitor.power = PowerSpecs(on_battery, fraction)
-        seen.append(control.battery_fell())
-    assert seen == [None, 9, None, 8, None, 9, None]
-
-
-@pytest.mark.parametrize(
-    ("limit", "thermal", "hot"),
-    [
-        (None, ThermalState(True, 60.0, None, None), True),
-        (None, ThermalState(False, 99.0, None, None), False),
-        (85.0, ThermalState(None, 86.0, None, None), True),
-        (85.0, ThermalState(None, 84.0, None, None), False),
-        (85.0, ThermalState(None, None, "nominal", None), False),
-    ],
-)
-def test_too_hot_is_decided_by_the_user_s_limit_or_else_by_the_system(limit, thermal, hot):
-    control = PowerControl(LimitSettings(thermal_throttle_threshold=limit), monitor_with(50))
-    control.monitor.thermal = thermal
-    assert (control.too_hot() is not None) == hot
-    control.limits = LimitSettings(thermal_throttle_threshold=limit, enable_thermal_monitoring=False)
-    assert control.too_hot() is None
-
-
-class Hot(PowerMonitor):
-    def sample(self):
-        self.power = PowerSpecs(True, 5.0)
-        self.thermal = ThermalState(True, 101.0, None, None)
-
-
-def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr(resources, "PowerMonitor", Hot)
-    config = run_config(
-        dataset,
-        limits={"cooling_delay_seconds": 0.1},
-        evaluation__every_steps=100,
-        training__max_steps=60,
-    )
-    display = Recorder()
-    train(config, tmp_path / "run", plan_of(config), Limits(), display)
-    (low,) = events(tmp_path / "run", "low battery")
-    (pause,) = events(tmp_path / "run", "cooling break")  # at most once per minute
-    assert low["percent"] == 5.0
-    assert pause["reason"] == "the system throttles the processor"
-    assert pause["seconds"] == 0.1
-    assert any("The battery is at 5 %; saving." in text for text in display.messages)
-    assert (tmp_path / "run" / "checkpoints" / f"step-{pause['step']:08d}").is_dir()
 
 
 # Threads
@@ -213,12 +147,16 @@ class Learner:
         self.executions.append(execution)
 
 
+NOTHING = {"max_length": None, "stage": None, "phase": None}
+TOOK = StepTook(seconds=0.1, wall_seconds=0.1, cpu_seconds=0.1, rested_seconds=0.0)
+
+
 def trainer_with(tmp_path, dataset, plan, tuner=None):
     """Return a trainer that has only what it needs to change its plan."""
     config = run_config(dataset)
     log = RunLog(Run(tmp_path), Recorder())
     return Trainer(
-        state=SimpleNamespace(plan=plan, learner=Learner(), step=3),
+        state=SimpleNamespace(config=config, plan=plan, learner=Learner(), step=3, **NOTHING),
         checkpointer=None,
         best=None,
         resources=Resources(config, plan, log, lambda: False),
@@ -252,9 +190,9 @@ def test_the_load_is_measured_anew_after_tuning(tmp_path, dataset):
     control = trainer.resources.threads
     control.load = Load((2.0, 0.5))  # the average over the trials: half a core of ours
     control.checked_at -= ThreadControl.INTERVAL_SECONDS
-    trainer._adapt(0.1, Limits())
+    trainer._adapt(TOOK, Limits())
     tuner.after_step = lambda *arguments: None
-    trainer._adapt(0.1, Limits())
+    trainer._adapt(TOOK, Limits())
     assert events(tmp_path, "threads") == []
     assert control.threads == 2
 

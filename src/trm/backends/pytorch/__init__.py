@@ -4,6 +4,7 @@ from trm.backends.pytorch.device import devices, peak_bytes, prepare, warm_up
 from trm.backends.pytorch.learner import learner
 from trm.backends.pytorch.memory import estimate, state_bytes
 from trm.backends.pytorch.predictor import predictor
+from trm.backends.pytorch.profiling import recorder
 
 __all__ = [
     "devices",
@@ -12,6 +13,7 @@ __all__ = [
     "peak_bytes",
     "predictor",
     "prepare",
+    "recorder",
     "state_bytes",
     "warm_up",
 ]

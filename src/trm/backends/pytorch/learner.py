@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class TorchLearner:
         self.execution = execution
         self.world = world
         self.device = torch.device(execution.device)
+        self.phase: Callable[[str], AbstractContextManager[object]] = not_recorded  # marks it in a profile
         self.workers = ThreadWorkers(execution.threads, execution.workers)
         # Weights are drawn on the CPU, so that a seed means the same model on every device.
         model = TinyRecursiveModel(program.model, program.data, program.seed, execution.precision)
@@ -106,7 +108,7 @@ class TorchLearner:
         counts = np.array([total, float(correct.sum()), float(labelled.sum()), float(exact.sum())])
         self._sum_over_ranks(counts)
         loss = float(counts[0]) / self.program.num_slots
-        with allocations(torn=True):
+        with allocations(torn=True), self.phase("optimizer"):
             grad_norm = self._update(loss, tensors, settings)
         self.latents, self.spare = self.spare, self.latents
         halt_margins = in_slot_order([each.halt_margins for each in losses])
@@ -132,21 +134,23 @@ class TorchLearner:
     def _gradients(self, tensors: StepTensors, settings: StepSettings, rows: slice) -> _Computed:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
         started = time.monotonic()
-        taken = tensors.take(rows)
-        new_latents = self.model(
-            taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
-        )
-        losses = slot_losses(
-            self.model,
-            new_latents[0],
-            taken.labels,
-            self.training,
-            taken.weights,
-            settings.label_smoothing,
-        )
-        mean = losses.total / self.program.num_slots
+        with self.phase("forward"):
+            taken = tensors.take(rows)
+            new_latents = self.model(
+                taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
+            )
+            losses = slot_losses(
+                self.model,
+                new_latents[0],
+                taken.labels,
+                self.training,
+                taken.weights,
+                settings.label_smoothing,
+            )
+            mean = losses.total / self.program.num_slots
         forward = time.monotonic()
-        gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
+        with self.phase("backward"):
+            gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
         tensors.keep(rows, new_latents)
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
@@ -212,6 +216,11 @@ class TorchLearner:
             theirs = groups.pop(name)
             for key, tensor in ours.items():
                 tensor.copy_(theirs[key])
+
+
+def not_recorded(phase: str) -> AbstractContextManager[object]:
+    """Mark nothing, as long as no profile is recorded."""
+    return nullcontext()
 
 
 class _Computed(NamedTuple):

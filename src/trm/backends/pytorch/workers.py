@@ -39,6 +39,19 @@ class ThreadWorkers:
             return micro_batch_size, self.all_threads
         return micro_batch_size // self.count, self.threads
 
+    def on_each_thread(self, function: Callable[[], T]) -> list[T]:
+        """Call a function once on every worker thread, for what torch keeps per thread."""
+        if self.pool is None:
+            return []
+        all_are_here = threading.Barrier(self.count)  # so that no thread takes two of the calls
+
+        def call() -> T:
+            all_are_here.wait()
+            return function()
+
+        futures = [self.pool.submit(call) for _ in range(self.count)]
+        return [future.result() for future in futures]
+
     def map(
         self,
         num_slots: int,
