@@ -5,10 +5,12 @@ Both only report. The caller decides what to do about it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 
 import psutil
 
@@ -16,6 +18,7 @@ from macbook_optimization.errors import ConfigError
 from macbook_optimization.units import MIB
 
 _NUM_BLOCKS = 10  # of the history of the leak detector, which is two windows long
+_T_QUANTILE = 2.306  # 97.5 % of Student's t with 8 degrees of freedom: a line through 10 blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Leak:
     last_step: int
     growth_mb: float
     mb_per_step: float
+    mb_per_step_low: float  # 95 % confidence interval of a line through the blocks
+    mb_per_step_high: float
     suggestions: tuple[str, ...] = (
         "Keep the numbers of a step, not its tensors: a tensor keeps the graph that produced it.",
         "Collect garbage more often.",
@@ -48,34 +53,48 @@ class MemoryLeakDetector:
         self.min_growth_mb = min_growth_mb
         self._block_size = 2 * window // _NUM_BLOCKS
         self._history: deque[tuple[int, float]] = deque(maxlen=_NUM_BLOCKS * self._block_size)
+        self._num_new = 0  # readings since the history was examined
 
     def check_for_leaks(self, step: int, rss_bytes: int | None = None) -> Leak | None:
         """Record the memory of one step and return a leak if there is one. Call this once per step.
 
-        Without `rss_bytes` it measures this process. A leak is reported once, and again only if it continues
-        for as long as it took to find.
+        Without `rss_bytes` it measures this process. The history is examined when a block is complete. A leak
+        is reported once, and again only if it continues for as long as it took to find.
         """
         resident_bytes = psutil.Process().memory_info().rss if rss_bytes is None else rss_bytes
         self._history.append((step, resident_bytes / MIB))
+        self._num_new += 1
+        if len(self._history) < _NUM_BLOCKS * self._block_size or self._num_new < self._block_size:
+            return None
+        self._num_new = 0
         leak = self._find()
         if leak is not None:
             self._history.clear()
         return leak
 
     def _find(self) -> Leak | None:
-        if len(self._history) < _NUM_BLOCKS * self._block_size:
-            return None
         steps, resident_mb = zip(*self._history, strict=True)
         starts = range(0, len(resident_mb), self._block_size)
         medians = [median(resident_mb[start : start + self._block_size]) for start in starts]
         rises = [after - before for before, after in pairwise(medians)]
-        if min(rises) < 0.5 * fmean(rises):
-            return None
         growth_mb = medians[-1] - medians[0]
-        if growth_mb < self.min_growth_mb:
+        if min(rises) < 0.5 * fmean(rises) or growth_mb < self.min_growth_mb:
             return None
+        centres = [fmean(steps[start : start + self._block_size]) for start in starts]
+        low, high = _slope_interval(centres, medians)
         num_steps = steps[-self._block_size] - steps[0]  # from the first block to the last, like the medians
-        return Leak(steps[0], steps[-1], growth_mb, growth_mb / max(num_steps, 1))
+        return Leak(steps[0], steps[-1], growth_mb, growth_mb / max(num_steps, 1), low, high)
+
+
+def _slope_interval(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the slope of a line through one point per block."""
+    if xs[0] == xs[-1]:  # the caller does not count steps
+        return -math.inf, math.inf
+    slope, start = linear_regression(xs, ys)
+    residual = sum((y - start - slope * x) ** 2 for x, y in zip(xs, ys, strict=True))
+    spread = sum((x - fmean(xs)) ** 2 for x in xs)
+    margin = _T_QUANTILE * math.sqrt(residual / (len(xs) - 2) / spread)
+    return slope - margin, slope + margin
 
 
 class PerformanceRegression:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
+import numpy as np
+
+from trm.arrays import IntArray
 from trm.config import ModelConfig, PhaseConfig, TrainingConfig
 from trm.slots import Purpose, uniforms
 
@@ -56,10 +59,17 @@ def cycles_of_step(step: int, model: ModelConfig, training: TrainingConfig, seed
     Terminal supervision draws one number for the whole step, so that neither micro-batches nor ranks can
     make two slots of a step differ.
     """
+    return int(cycles_of_steps(range(step, step + 1), model, training, seed)[0])
+
+
+def cycles_of_steps(steps: range, model: ModelConfig, training: TrainingConfig, seed: int) -> IntArray:
+    """Return the number of recursions in each of these steps."""
     if training.supervision == "deep":
-        return model.cycles_per_step
-    deepest = value_at(training.depths, step)
-    return 1 + int(uniforms(seed, Purpose.DEPTH, step) * deepest)
+        return np.full(len(steps), model.cycles_per_step)
+    deepest = np.array([value_at(training.depths, step) for step in steps])
+    drawn = uniforms(seed, Purpose.DEPTH, np.asarray(steps)) * deepest
+    cycles: IntArray = 1 + drawn.astype(np.int64)
+    return cycles
 
 
 def typical_cycles(model: ModelConfig, training: TrainingConfig) -> int:

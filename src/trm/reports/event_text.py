@@ -68,7 +68,7 @@ _TEMPLATES: Mapping[str, str] = {
     ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
-    Advised.name: "{diagnosis}: {evidence}. {advice}",
+    Advised.name: "{diagnosis}: {evidence} {advice}",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
     Stopped.name: lambda row: (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +30,7 @@ from trm.reports.description import (
     read_object,
     recipe_facts,
 )
-from trm.reports.diagnosis import Finding
+from trm.reports.diagnosis import Finding, diagnose
 from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
 from trm.reports.history import History, number
@@ -52,14 +51,6 @@ _NOT_METRICS = (
     "tasks_total",
 )  # fmt: skip
 _MAX_RECIPE_BYTES = MIB
-
-
-Diagnose = Callable[[Run, History], Sequence[Finding]]
-
-
-def no_diagnosis(run: Run, history: History) -> list[Finding]:
-    """Leave the advice to what was recorded while the run was training."""
-    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +140,8 @@ class _Sources:
     problems: list[str]
 
 
-def gather(run: Run, examples: Examples, diagnose: Diagnose = no_diagnosis) -> Report:
-    """Gather everything that a report says. `diagnose` returns what was found in the run as a whole."""
+def gather(run: Run, examples: Examples) -> Report:
+    """Gather everything that a report says."""
     sources = _read(run)
     metric, _ = primary_metric(sources.best) or (_likely_metric(sources.history), None)
     plan = sources.plan
@@ -173,7 +164,7 @@ def gather(run: Run, examples: Examples, diagnose: Diagnose = no_diagnosis) -> R
         num_events=sources.history.event_counts.total(),
         confusion=_confusion(sources, None if result is None else result.best_step),
         examples=examples,
-        findings=_findings(sources, diagnose),
+        findings=_findings(sources),
         problems=sources.problems,
     )
 
@@ -327,9 +318,9 @@ def _confusion(sources: _Sources, step: int | None) -> Confusion | None:
     return confusion_of(sources.run.path, dataset, sources.history, step)
 
 
-def _findings(sources: _Sources, diagnose: Diagnose) -> list[Finding]:
+def _findings(sources: _Sources) -> list[Finding]:
     """Return the diagnosis, and what was found while the run was training but not by the diagnosis."""
-    findings = [] if sources.config is None else list(diagnose(sources.run, sources.history))
+    findings = [] if sources.config is None else diagnose(sources.run, sources.history)
     known = {finding.kind for finding in findings}
     recorded: dict[str, Finding] = {}
     for event in sources.history.events:

@@ -13,19 +13,22 @@ from dataclasses import replace
 import numpy as np
 
 from macbook_optimization.children import ChildDied, run_in_child
-from macbook_optimization.errors import LaptopError
+from macbook_optimization.errors import LaptopError, RunError
 from macbook_optimization.resource_monitoring import BackgroundMonitor
 from trm.config import RunConfig
 from trm.display import Display
+from trm.reports.diagnosis import Watchdog
 from trm.reports.sampling import SampleFile, Sampler
 from trm.reports.view import RunView
 from trm.runs.directory import Run
+from trm.runs.events import Advised
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.loop import Limits, Outcome
 from trm.training.preparation import Job
 from trm.training.supervisor import supervise
 
 INTERVAL_SECONDS = 1.0
+DIAGNOSIS_SAMPLES = 5  # between two diagnoses
 EXAMPLES_AFTER_SECONDS = 60.0  # of training: drawing answers takes several seconds
 REPORT_TIMEOUT_SECONDS = 120.0
 
@@ -39,6 +42,8 @@ class RunMonitor(BackgroundMonitor):
         self.display = display
         self.sampler = Sampler()
         self.file = SampleFile(run)
+        self.watchdog = Watchdog(run, config)
+        self._samples_taken = 0
         self._lock = threading.Lock()  # the display formats in its own thread
         self._formatted: tuple[tuple[int, bool], list[str]] | None = None
 
@@ -53,6 +58,16 @@ class RunMonitor(BackgroundMonitor):
         with self._lock:
             self.view.read()
             self._formatted = None
+        self._samples_taken += 1
+        if self._samples_taken % DIAGNOSIS_SAMPLES == 0:
+            self._diagnose()
+
+    def _diagnose(self) -> None:
+        """Record and show each problem once, in one line."""
+        for found in self.watchdog.update(self.view.history):
+            with suppress(RunError):  # a full disk
+                self.view.run.record(Advised(found.step, found.kind, found.evidence, found.advice))
+            self.display.message(f"{found.kind.capitalize()}: {found.evidence} {found.advice}")
 
     def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
         """Return the view; it is formatted again only after it was brought up to date."""

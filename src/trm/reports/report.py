@@ -13,7 +13,7 @@ from macbook_optimization.terminal_text import visible
 from trm.reports.confusion import Confusion
 from trm.reports.curves import MARK_GROUPS
 from trm.reports.examples import Examples, find_examples, no_examples
-from trm.reports.facts import Diagnose, Report, gather, no_diagnosis
+from trm.reports.facts import Report, gather
 from trm.reports.targets import MACHINES
 from trm.reports.wording import duration
 from trm.runs.directory import Run
@@ -22,13 +22,13 @@ FILE_NAME = "report.html"
 _CODE = re.compile(r"`([^`]+)`")
 
 
-def write_report(run: Run, diagnose: Diagnose = no_diagnosis, examples: Examples | None = None) -> Path:
+def write_report(run: Run, examples: Examples | None = None) -> Path:
     """Write `report.html` in a run and return its path; raise `RunError` if it cannot be written.
 
     Without `examples` the page says how to get them: they need the backend, which takes seconds to load.
     """
     later = f"`trm report {run.path}` adds pictures of answers, for tasks that have them."
-    run.write(FILE_NAME, as_html(gather(run, examples or no_examples(later), diagnose)))
+    run.write(FILE_NAME, as_html(gather(run, examples or no_examples(later))))
     return run.path / FILE_NAME
 
 

@@ -17,7 +17,6 @@ import psutil
 
 from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonMapping
-from macbook_optimization.performance_reporting import MemoryLeakDetector
 from trm.backends.base import StepResult
 from trm.config import PhaseConfig, RunConfig
 from trm.display import Display
@@ -25,6 +24,7 @@ from trm.plan import Plan
 from trm.runs.directory import EVENTS, METRICS, Run
 from trm.runs.events import Event, MemoryGrows, PhaseBegan, PlanChosen, StageChanged
 from trm.runs.rows import EvalRow, TrainRow
+from trm.training.leaks import LeakWatch
 from trm.training.state import Stage
 
 ROW_SECONDS = 1.0  # of training per row
@@ -115,6 +115,7 @@ class StepMetrics:
         stage: Stage | None = None,
         phase: PhaseConfig | None = None,
         every_seconds: float = ROW_SECONDS,
+        leaks: LeakWatch | None = None,
     ) -> None:
         self.log = log
         self.stage = stage
@@ -122,7 +123,7 @@ class StepMetrics:
         self.every_seconds = every_seconds
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
-        self.leaks = MemoryLeakDetector()
+        self.leaks = leaks or LeakWatch()
         self.results: list[StepResult] = []
         self.timing: StepTiming | None = None
         self.step_seconds = 0.0
@@ -141,6 +142,9 @@ class StepMetrics:
             self.log.event(StageChanged(timing.step, stage.number, stage.share))
             self.log.message(f"{stage.described()} from step {timing.step + 1} on.")
         self.stage = stage
+        leak = self.leaks.after_step(timing.step)
+        if leak is not None:
+            self.log.event(MemoryGrows(asdict(leak)))
         if self.step_seconds >= self.every_seconds:
             self.write()
 
@@ -178,9 +182,6 @@ class StepMetrics:
         )
         self.log.spent.clear()
         self.log.row(row)
-        leak = self.leaks.check_for_leaks(row.step, row.rss_bytes)
-        if leak is not None:
-            self.log.event(MemoryGrows(asdict(leak)))
         self.results = []
         self.step_seconds = 0.0
 

@@ -26,6 +26,7 @@ from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.early_stopping import EarlyStopping
 from trm.training.evaluation import Evaluator
+from trm.training.leaks import LeakWatch
 from trm.training.log import RunLog, StepMetrics, StepTiming
 from trm.training.resources import Resources, StepTook, Stopwatch
 from trm.training.signals import Interrupted, StopRequest
@@ -124,7 +125,8 @@ class Trainer:
         self.tuner.start_warmup(planner, self._try_out, cache=is_new)
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
-        metrics = StepMetrics(self.log, self.state.stage, self.state.phase)
+        leaks = LeakWatch(cache_mb=self.config.data.loading.chunk_size_mb)
+        metrics = StepMetrics(self.log, self.state.stage, self.state.phase, leaks=leaks)
         self.checkpointer.saved_at = time.monotonic()
         if self.started_from is not None:
             self.log.event(Initialised(self.started_from))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -210,7 +211,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
     )
     found = [Finding(EVIL, 1, EVIL, EVIL, EVIL)]
     examples = Examples([Example(0, False, EVIL, "AAAA")], 0, 1, EVIL)
-    report = gather(run, examples, lambda run, history: found)
+    report = replace(gather(run, examples), findings=found)
     page = as_html(report)
     assert "<script" not in page
     assert "<b>un" not in page
@@ -270,9 +271,9 @@ def test_advice_of_the_running_training_is_in_the_report(run):
     advised = Advised(7, "contention", "Others used 80 % of the CPU.", "Close them.")
     append_all(run, EVENTS, [event_row(advised, 7)])
     given = Finding("swap", 9, "2 GiB were swapped.", "Lower the budget.", "About 2 times as fast.")
-    report = gather(run, NONE, lambda run, history: [given])
-    assert [finding.kind for finding in report.findings] == ["swap", "contention"]
-    text = as_html(report)
+    report = gather(run, NONE)
+    assert "contention" in [finding.kind for finding in report.findings]
+    text = as_html(replace(report, findings=[*report.findings, given]))
     assert "Close them." in text
     assert "About 2 times as fast." in text
 

@@ -1,0 +1,106 @@
+"""How long the same steps took in an earlier run of the same recipe on the same machine."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from macbook_optimization.errors import LaptopError
+from macbook_optimization.units import MIB
+from trm.config import RunConfig
+from trm.plan import Plan
+from trm.reports.history import number
+from trm.runs.directory import METRICS, RESOURCES, Run, is_run
+from trm.runs.rows import Row, kind_of
+
+MAX_BYTES = 8 * MIB  # of metrics that are read to find out: about four hours of training
+MAX_RUNS = 20  # beside this one that are looked at, the newest first
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """The seconds that the steps of a run took."""
+
+    name: str
+    steps: list[int]  # last step of each row
+    seconds: list[float]  # of all steps up to there, without evaluations and saves
+
+    def seconds_of(self, first: int, last: int) -> float | None:
+        """Return how long these steps took; None if the run did not take all of them."""
+        begin, end = (self._seconds_until(step) for step in (first - 1, last))
+        return None if begin is None or end is None else end - begin
+
+    def _seconds_until(self, step: int) -> float | None:
+        """Interpolate between the rows."""
+        if not self.steps or not self.steps[0] <= step <= self.steps[-1]:
+            return None
+        place = bisect_left(self.steps, step)
+        if self.steps[place] == step:
+            return self.seconds[place]
+        share = (step - self.steps[place - 1]) / (self.steps[place] - self.steps[place - 1])
+        return self.seconds[place - 1] + share * (self.seconds[place] - self.seconds[place - 1])
+
+
+def find_earlier_run(run: Run, config: RunConfig, plan: Plan | None) -> EarlierRun | None:
+    """Return the newest run beside this one that learned the same, on the same machine and device."""
+    machine = _machine_of(run)
+    if machine is None or plan is None:
+        return None
+    learned = config.what_is_learned()
+    for other in _siblings(run):
+        try:
+            other_plan = other.plan
+            is_same = other.config.what_is_learned() == learned and _machine_of(other) == machine
+            if is_same and other_plan is not None and other_plan.execution.device == plan.execution.device:
+                return pace_of(other)
+        except (LaptopError, OSError):  # not a run that can be read
+            continue
+    return None
+
+
+def _siblings(run: Run) -> list[Run]:
+    """Return the other runs of the directory whose files can be read quickly, the newest first."""
+    newest_first = []
+    for path in run.path.resolve().parent.iterdir():
+        try:
+            if path == run.path.resolve() or not is_run(path):
+                continue
+            status = (path / METRICS).stat()
+        except OSError:
+            continue
+        if status.st_size <= MAX_BYTES:
+            newest_first.append((status.st_mtime, path))
+    return [Run(path) for _, path in sorted(newest_first, reverse=True)[:MAX_RUNS]]
+
+
+def _machine_of(run: Run) -> tuple[int, float] | None:
+    """Return the cores and the memory of the machine that a run recorded; None if it recorded none."""
+    row = run.last_row(RESOURCES)
+    cores = None if row is None else row.get("cpu_percent")
+    if row is None or not isinstance(cores, list):
+        return None
+    return len(cores), number(row.get("total_bytes"))
+
+
+def pace_of(run: Run) -> EarlierRun:
+    """Read how long the steps of a run took, from its rows."""
+    slots = run.config.training.effective_batch_size
+    steps: list[int] = []
+    seconds: list[float] = []
+    for row in run.rows():
+        if kind_of(row) != "train" or not _is_usable(row):
+            continue
+        step = int(row["step"])
+        while steps and steps[-1] >= step:  # resumed from before: these steps were repeated
+            steps.pop()
+            seconds.pop()
+        num_steps = step - steps[-1] if steps else 0
+        before = seconds[-1] if seconds else 0.0
+        steps.append(step)
+        seconds.append(before + num_steps * slots / row["samples_per_second"])
+    return EarlierRun(run.path.name, steps, seconds)
+
+
+def _is_usable(row: Row) -> bool:
+    return number(row.get("step")) < math.inf and number(row.get("samples_per_second")) > 0

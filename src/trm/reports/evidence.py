@@ -1,0 +1,198 @@
+"""The recent past of a run, prepared for its diagnoses.
+
+Training rows become samples that belong to a regime: a part of training with one plan and one stage of every
+schedule. Speed and loss are compared within a regime only, because the recipe changes them between two.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trm.config import RunConfig
+from trm.plan import Plan
+from trm.reports.history import NUM_RECENT, History, number
+from trm.reports.samples import Load, Regime, Sample, last_rows, sample_of, summarise
+from trm.reports.thresholds import Thresholds
+from trm.runs import events
+from trm.runs.rows import Row
+from trm.schedule import value_at
+
+MAX_STEP = 2**53  # a larger one is damage
+MAX_STEPS_PER_ROW = 100_000  # likewise
+MAX_FIRST_STEPS = 100  # in the first row, or its loss is that of a model that has learned already
+NUM_FIRST_ROWS = 3  # whose loss is the loss at the beginning of a run
+STARTS = (events.Resumed.name, events.Restarted.name)
+# Events after which a step may take another time, or the loss may be another one.
+CHANGES = (
+    *STARTS,
+    events.PlanChosen.name,
+    events.BatchShrunk.name,
+    events.BatchGrown.name,
+    events.ThreadsChanged.name,
+    events.RowLengthChanged.name,
+    events.DataMapped.name,
+    events.RolledBack.name,
+)
+
+
+@dataclass
+class Evidence:
+    """What is known of a run now. Rows before `since` (seconds since the epoch) are ignored."""
+
+    config: RunConfig
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    since: float = -math.inf
+    metric: str | None = None  # name of the primary metric, where it is known
+    history: History = field(default_factory=History)
+    plan: Plan | None = None
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    baseline: list[Sample] = field(default_factory=list)  # the first ones of the regime
+    _row: Row | None = None  # the newest of training
+    _resource_row: Row | None = None
+    _num_events: int = 0
+    _changes: list[float] = field(default_factory=list)  # times
+    _starts: list[float] = field(default_factory=list)
+    _recent: dict[float, list[Sample] | None] = field(default_factory=dict)  # by seconds, of this update
+    _loads: dict[float, Load | None] = field(default_factory=dict)  # likewise
+
+    def update(self, history: History) -> bool:
+        """Add the new rows of a history; return whether there are any."""
+        self.history = history
+        self._recent.clear()
+        self._loads.clear()
+        has_events = self._read_events()
+        rows = _newer(history.recent, self._row)
+        for row in rows:
+            self._add(row)
+            self._row = row
+        newest = history.recent_resources[-1] if history.recent_resources else None
+        has_news = has_events or bool(rows) or newest is not self._resource_row
+        self._resource_row = newest
+        return has_news
+
+    def _read_events(self) -> bool:
+        total = sum(self.history.event_counts.values())
+        if total == self._num_events:
+            return False
+        self._num_events = total
+        changes = [event for event in self.history.events if event.get("event") in CHANGES]
+        self._changes = [number(event.get("time")) for event in changes]
+        self._starts = [number(event.get("time")) for event in changes if event["event"] in STARTS]
+        plans = [event for event in changes if event["event"] == events.PlanChosen.name]
+        if plans:
+            self.plan = _plan_of(plans[-1]) or self.plan
+        return True
+
+    def _add(self, row: Row) -> None:
+        """Add a sample, unless the first step of the row is unknown, as in the first row of a start."""
+        before = self._row
+        time = number(row.get("time"))
+        if before is None or not (time > self.since and number(row.get("samples_per_second")) > 0):
+            return
+        first_step = number(before.get("step")) + 1
+        is_same_start = bisect(self._starts, time) == bisect(self._starts, number(before.get("time")))
+        last_step = first_step + MAX_STEPS_PER_ROW
+        if not (is_same_start and 1 <= first_step <= number(row.get("step")) < last_step < MAX_STEP):
+            return
+        sample = sample_of(row, int(first_step), self._regime(row), self.config)
+        self.samples.append(sample)
+        self._extend_baseline(sample)
+
+    def _regime(self, row: Row) -> Regime:
+        training = self.config.training
+        step = int(number(row.get("step")))
+        names = ("micro_batch_size", "max_length", "curriculum_stage", "phase")
+        return (
+            bisect(self._changes, number(row.get("time"))),
+            value_at(training.depths, step),
+            value_at(training.hints, step),
+            *(row.get(name) for name in names),
+        )
+
+    def _extend_baseline(self, sample: Sample) -> None:
+        if self.baseline and self.baseline[0].regime != sample.regime:
+            self.baseline = []
+        if not self.has_baseline:
+            self.baseline.append(sample)
+
+    @property
+    def has_baseline(self) -> bool:
+        limits = self.thresholds
+        return last_rows(self.baseline, limits.slow_seconds, limits.min_rows) is not None
+
+    @property
+    def step(self) -> int:
+        return self.samples[-1].step if self.samples else self.history.step
+
+    @property
+    def now(self) -> float:
+        """The time of the newest row."""
+        newest = [row for row in (self._row, self._resource_row) if row is not None]
+        times = [number(row.get("time")) for row in newest]
+        return max((time for time in times if math.isfinite(time)), default=-math.inf)
+
+    @property
+    def threads(self) -> int:
+        """How many cores training needs."""
+        return 1 if self.plan is None else self.plan.execution.threads
+
+    @property
+    def initial_loss(self) -> float | None:
+        """The loss of the first rows; None if they are averages over many steps."""
+        curve = self.history.train
+        if len(curve) < NUM_FIRST_ROWS or not curve["step"][0] <= MAX_FIRST_STEPS:
+            return None
+        initial = max(curve["loss"][:NUM_FIRST_ROWS])
+        return initial if 0 < initial < math.inf else None
+
+    def recent_samples(self, seconds: float) -> list[Sample] | None:
+        """Return the samples of the last seconds; None while there are too few of them."""
+        if seconds not in self._recent:
+            self._recent[seconds] = last_rows(self.samples, seconds, self.thresholds.min_rows)
+        return self._recent[seconds]
+
+    def recent_resources(self, seconds: float) -> list[Row] | None:
+        """Return the resource rows of the last seconds; None while there are too few of them."""
+        begin = max([self.since, *self._starts[-1:]])
+        rows = [row for row in self.history.recent_resources if row["time"] > begin]
+        return last_rows(rows, seconds, self.thresholds.min_rows)
+
+    def load(self, seconds: float) -> Load | None:
+        """Return the load in the last seconds; None if it is not known for so long."""
+        if seconds not in self._loads:
+            rows = self.recent_resources(seconds)
+            self._loads[seconds] = None if rows is None else summarise(rows)
+        return self._loads[seconds]
+
+    def recent_events(self, name: str) -> list[Row]:
+        """Return the events of this name that are not older than the samples."""
+        begin = self.samples[0].time if self.samples else math.inf
+        named = (event for event in self.history.events if event.get("event") == name)
+        return [event for event in named if number(event.get("time")) >= begin]
+
+    def events_since_start(self, *names: str) -> list[Row]:
+        """Return the events of these names since the trainer was started last."""
+        begin = max([self.since, *self._starts[-1:]])
+        named = (event for event in self.history.events if event.get("event") in names)
+        return [event for event in named if number(event.get("time")) >= begin]
+
+
+def _newer(rows: Sequence[Row] | deque[Row], known: Row | None) -> list[Row]:
+    """Return the rows that follow a known one: all of them if it is not among them any more."""
+    new = []
+    for row in reversed(rows):
+        if row is known:
+            break
+        new.append(row)
+    return new[::-1]
+
+
+def _plan_of(event: Row) -> Plan | None:
+    try:
+        return Plan.from_json(event)
+    except (TypeError, ValueError, AttributeError):  # damaged, or of a newer version
+        return None

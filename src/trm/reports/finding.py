@@ -1,0 +1,16 @@
+"""What a diagnosis returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem that was measured, and what to do about it."""
+
+    kind: str  # such as "contention"; each kind is reported once until its cause has gone
+    step: int
+    evidence: str  # what was measured, in one sentence
+    advice: str  # what to change, in one sentence
+    gain: str | None = None  # what to expect from the change; None if nothing measured supports a number
