@@ -59,7 +59,7 @@ def _advice(report: Report) -> list[str]:
     for each in report.findings:
         found = f"- **{escape(each.kind)}**: {escape(each.evidence)} **{escape(each.advice)}**"
         lines.append(f"{found} {escape(each.gain or '')}".rstrip())
-    return ["## Advice", "\n".join(lines) or "Nothing was found that should be changed."]
+    return ["## Advice", "\n".join(lines) or "No problem was reported."]
 
 
 def _curves(charts: Sequence[Chart]) -> list[str]:
