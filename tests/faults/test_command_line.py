@@ -325,6 +325,8 @@ def try_path(sandbox, name, parameter_name, kind):
     outputs = {Path(value) for value in ("new", "new-run", "new.pt") if value in arguments}
     is_refused = done.returncode != 0
     named = outputs if is_refused else outputs | {Path("odd"), Path(CHANGED_RUN)}
+    if "new.import keeps" in done.stderr:  # an import that the same command continues, as it says
+        named = named | {Path("new.import")}
     if changed := sandbox.changed(named):
         problems.append(f"changed: {changed}")
     if is_refused and (left := [each for each in outputs if (sandbox.directory / each).exists()]):
@@ -396,7 +398,7 @@ def screen_of(sandbox, arguments, columns):
     environment = sandbox.environment | {"TERM": "xterm-256color"}
     process = subprocess.Popen(
         [TRM, *arguments], cwd=sandbox.directory, env=environment,
-        stdin=terminal, stdout=terminal, stderr=terminal,
+        stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal,  # `email filter` waits for a message
     )  # fmt: skip
     os.close(terminal)
     written = b""

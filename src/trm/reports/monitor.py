@@ -67,7 +67,7 @@ class RunMonitor(BackgroundMonitor):
         for found in self.watchdog.update(self.view.history):
             with suppress(RunError):  # a full disk
                 self.view.run.record(Advised(found.step, found.kind, found.evidence, found.advice))
-            self.display.message(f"{found.kind.capitalize()}: {found.evidence} {found.advice}")
+            self.display.message(f"{found.kind[:1].upper()}{found.kind[1:]}: {found.evidence} {found.advice}")
 
     def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
         """Return the view; it is formatted again only after it was brought up to date."""

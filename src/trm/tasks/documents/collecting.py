@@ -136,6 +136,11 @@ def _collect(
             hint="Use a directory whose folders are the categories, or a mapping.",
         )
     is_test = _choose_test(used, columns, copies.near, options)
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"There are too few messages for a training set and a test set: {len(used)}",
+            hint="Copies stay together. Use more mail, or another share (--test-share).",
+        )
     train = used.part(~is_test)
     sample = choose_sample(np.asarray(columns.num_characters)[train.rows], MAX_VOCABULARY_CHARACTERS)
     return Documents(train, used.part(is_test), used.categories, train.part(sample)), report

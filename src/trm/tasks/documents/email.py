@@ -22,6 +22,7 @@ from trm.tasks.base import DataSpec, Options, Progress, Scorer
 from trm.tasks.dataset import Split
 from trm.tasks.documents.collecting import Document, Documents, MailBuildOptions, collect_documents
 from trm.tasks.documents.importing import CHECKPOINT_SECONDS, imported, spool_of
+from trm.tasks.documents.labels import load_map
 from trm.tasks.documents.spool import remove_spool
 from trm.tasks.documents.tokens import SEP_TOKEN, MailTokenizer, TokenOptions, padded
 from trm.tasks.documents.writing import Form, HasMailVocabulary, check_vocabulary, is_built, write_mail
@@ -82,6 +83,8 @@ class EmailTask(HasMailVocabulary):
         """Import the mail, show what it is like, and write the dataset; continue an interrupted import."""
         settings = parse_section(MailBuildOptions, options, "data.build")
         check_vocabulary(settings)
+        if settings.mapping is not None:
+            load_map(Path(settings.mapping))  # before anything that takes time
         if is_built(self.name, settings, directory):
             remove_spool(spool_of(directory))
         given = (settings.source, settings.length, directory)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from macbook_optimization.errors import LaptopError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.memory_readings import return_freed_memory
 from macbook_optimization.output_files import check_new_directory
@@ -28,14 +29,20 @@ def imported(
     """Import mail for a dataset that is to be written to `directory`, and yield it as a spool.
 
     The spool is beside that directory. It is removed when the dataset has been written, and kept after an
-    exception, so that the next call continues. `seconds` is the time between two checkpoints.
+    exception, so that the next call continues, unless it has nothing to continue with. `seconds` is the time
+    between two checkpoints.
     """
     check_new_directory(directory)
     spooled = spool_of(directory)
     with open_spool(spooled, identity_of(sources, length), display.message) as spool:
-        import_mail(spool, sources, display, jobs, seconds)
-        return_freed_memory()
-        yield spool
+        try:
+            import_mail(spool, sources, display, jobs, seconds)
+            return_freed_memory()
+            yield spool
+        except LaptopError:
+            if not spool.state.num_documents:
+                remove_spool(spooled)
+            raise
         remove_spool(spooled)
 
 

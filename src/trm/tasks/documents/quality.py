@@ -148,7 +148,7 @@ def _sorted(counts: Counter[str]) -> dict[str, int]:
 
 def _warnings(report: QualityReport) -> Iterator[str]:
     if len(report.categories) < 2:
-        yield f"There are {len(report.categories)} categories; a classifier needs two."
+        yield f"{'One category' if report.categories else 'No category'} was found; a classifier needs two."
         return
     counts = report.categories
     few = [name for name, count in counts.items() if count < FEW_MESSAGES]

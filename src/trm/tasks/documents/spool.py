@@ -27,6 +27,7 @@ from macbook_optimization.durable_files import exclusive_lock, make_directory, r
 from macbook_optimization.errors import DataError
 from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.json_types import JsonObject, parse_json
+from macbook_optimization.units import counted
 from trm.arrays import BoolArray, IntegerArray
 from trm.tasks.documents.duplicates import (
     DIGEST_BYTES,
@@ -231,7 +232,8 @@ def open_spool(directory: Path, identity: JsonObject, tell: Callable[[str], None
             yield spool
         except BaseException:
             if spool.state.num_messages:
-                tell(f"{directory} keeps {spool.state.num_messages:,} messages. The same command continues.")
+                kept = counted(spool.state.num_messages, "message")
+                tell(f"{directory} keeps {kept}. The same command continues.")
             raise
 
 

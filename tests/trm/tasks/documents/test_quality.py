@@ -96,7 +96,7 @@ def test_the_report_reads_well():
 
 def test_unusable_collections_are_pointed_out():
     assert count((Mail("parsed", subject="x"), "a")).warnings() == [
-        "There are 1 categories; a classifier needs two."
+        "One category was found; a classifier needs two."
     ]
     many = [(Mail("parsed", subject=f"unique{number}"), "a") for number in range(500)]
     found = count(*many, (Mail("parsed", subject="y"), "b")).warnings()
