@@ -44,11 +44,15 @@ class EarlierRun:
 
 def find_earlier_run(run: Run, config: RunConfig, plan: Plan | None) -> EarlierRun | None:
     """Return the newest run beside this one that learned the same, on the same machine and device."""
-    machine = _machine_of(run)
-    if machine is None or plan is None:
+    if plan is None:
+        return None
+    try:
+        machine = _machine_of(run)
+        siblings = [] if machine is None else _siblings(run)
+    except (LaptopError, OSError):  # a directory that cannot be read has nothing to compare with
         return None
     learned = config.what_is_learned()
-    for other in _siblings(run):
+    for other in siblings:
         try:
             other_plan = other.plan
             is_same = other.config.what_is_learned() == learned and _machine_of(other) == machine

@@ -169,10 +169,10 @@ class Evidence:
         return self._loads[seconds]
 
     def recent_events(self, name: str) -> list[Row]:
-        """Return the events of this name that are not older than the samples."""
-        begin = self.samples[0].time if self.samples else math.inf
-        named = (event for event in self.history.events if event.get("event") == name)
-        return [event for event in named if number(event.get("time")) >= begin]
+        """Return the events of this name in this start of the trainer, as far back as the samples go."""
+        is_full = len(self.samples) == self.samples.maxlen
+        begin = self.samples[0].time if is_full else -math.inf
+        return [each for each in self.events_since_start(name) if number(each.get("time")) >= begin]
 
     def events_since_start(self, *names: str) -> list[Row]:
         """Return the events of these names since the trainer was started last."""

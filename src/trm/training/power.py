@@ -83,7 +83,7 @@ class PowerControl:
 
     def _rest(self, check: Check) -> None:
         if rested := self.duty.rest(check):
-            self.log.spent.update({"waiting": rested})
+            self.log.count({"waiting": rested})
 
     def battery_fell(self) -> float | None:
         """Return the percentage each time the battery is low and has fallen by one."""

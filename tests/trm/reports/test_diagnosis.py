@@ -257,6 +257,13 @@ def test_a_roll_back_is_unstable(told):
     assert "returned to step 800 with 0.5 of the learning rate" in finding.evidence
 
 
+def test_a_run_that_never_got_past_nan_is_unstable(tmp_path):
+    failed = story(tmp_path)
+    begin(failed.run, failed.config)
+    failed.event(RolledBack(3, 0, 0.5).to_row())
+    assert [finding.kind for finding in diagnose(failed.run, failed.history)] == ["unstable training"]
+
+
 def plateau_story(tmp_path, values, losses=(1.0, 1.0), **changes):
     flat = story(tmp_path, training__max_steps=4000, **changes)
     flat.watchdog.evidence.metric = "exact_accuracy"
