@@ -29,6 +29,7 @@ LOSS = "loss"
 NUM_ROWS = 8  # of the table
 _USUAL_METRICS = ("exact_accuracy", "accuracy")  # of runs that have no best checkpoint
 _LOSS_WINDOW = 0.1  # the loss at a step is the mean over this share of the steps before it
+_SAME_TIME = 1.01  # times this, two times count as equal: clocks of two runs never agree exactly
 _CLEAR = 2.0  # standard errors, beyond which two accuracies differ
 _NO_METRICS = {each.name for each in fields(EvalRow)} | {"time"}  # of the row of an evaluation
 _MAX_MACHINE_BYTES = MIB
@@ -235,10 +236,15 @@ def _points(steps: Sequence[float], seconds: Sequence[float], values: Sequence[f
 
 
 def _evaluations(history: History) -> dict[str, list[Point]]:
-    """Return the curve of every metric, each of which is a share from 0 to 1."""
+    """Return the curve of every metric, each of which is a share from 0 to 1.
+
+    The time of a point is that before its evaluation, when training had reached these weights.
+    """
     found: dict[str, list[Point]] = {}
     for row in history.evaluations:
-        step, seconds = number(row.get("step")), number(row.get("seconds"))
+        step = number(row.get("step"))
+        evaluating = number(row.get("evaluation_seconds"))
+        seconds = number(row.get("seconds")) - (evaluating if math.isfinite(evaluating) else 0.0)
         for name, value in row.items():
             if name in _NO_METRICS:
                 continue
@@ -271,7 +277,7 @@ def _choose_metric(
         return None, [f"{without}, and the losses are of different kinds."]
     if not (a.losses and b.losses):
         return None, [f"{without}, and not both have training rows."]
-    return LOSS, [f"{without}: the training loss decides, which is no measure of unseen examples."]
+    return LOSS, [f"{without}: the training loss decides, which says nothing about unseen examples."]
 
 
 def _notes_on_evaluations(a: RunCurves, b: RunCurves, configs: tuple[RunConfig, RunConfig]) -> list[str]:
@@ -292,7 +298,8 @@ def verdict(a: RunCurves, b: RunCurves, metric: str, axis: Literal["step", "seco
     """Compare the runs at the last point that both have reached; None if one has no value until then."""
     curves = [run.losses if metric == LOSS else run.evaluations[metric] for run in (a, b)]
     at = min(getattr(a, axis), getattr(b, axis))
-    values = [_value_until(curve, metric, axis, at) for curve in curves]
+    until = at * _SAME_TIME if axis == "seconds" else at
+    values = [_value_until(curve, metric, axis, until) for curve in curves]
     first, second = values
     if first is None or second is None:
         return None

@@ -71,14 +71,21 @@ def _curves(found: Comparison, blocks: str) -> list[str]:
 
 
 def sparkline(points: Sequence[Point], last: float, scale: tuple[float, float], blocks: str = BLOCKS) -> str:
-    """Return the means of a curve in equal ranges of steps, as blocks; a space where there is no value."""
+    """Return the means of a curve in equal ranges of steps, as blocks, from its first to its last value."""
     columns: list[list[float]] = [[] for _ in range(_SPARK_COLUMNS)]
     for point in points:
         column = math.ceil(point.step / max(last, 1) * _SPARK_COLUMNS) - 1
         columns[min(max(column, 0), _SPARK_COLUMNS - 1)].append(point.value)
     low, high = scale
     height = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((fmean(each) - low) * height)] if each else " " for each in columns)
+    last_column = max((number for number, each in enumerate(columns) if each), default=-1)
+    line = ""
+    for number, each in enumerate(columns):
+        if each:
+            line += blocks[round((fmean(each) - low) * height)]
+        else:  # between two values, the first of them still holds
+            line += (line[-1:] or " ") if number < last_column else " "
+    return line
 
 
 def _number(metric: str, value: float) -> str:
@@ -134,8 +141,12 @@ def _verdicts(found: Comparison) -> list[str]:
     lines = []
     if steps is not None:
         lines.append(f"After the same {counted(round(steps.at), 'step')}: {_verdict(found, steps)}")
+    else:
+        lines.append("At equal steps, only one of them was evaluated.")
     if seconds is not None:
         lines.append(f"After the same {seconds.at:,.1f} s of training: {_verdict(found, seconds)}")
+    else:
+        lines.append("At equal training time, only one of them was evaluated.")
     return lines
 
 

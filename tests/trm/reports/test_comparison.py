@@ -39,7 +39,7 @@ def make_run(tmp_path):
                     row = {
                         "kind": "eval", "step": step, "seconds": step * step_seconds, "examples": examples,
                         "exact_accuracy": value, "token_accuracy": 0.9, "mean_steps": 1.0,
-                        "accuracy_by_depth": [value], "evaluation_seconds": 0.1,
+                        "accuracy_by_depth": [value], "evaluation_seconds": 0.0,
                     }  # fmt: skip
                     file.write(json.dumps(row) + "\n")
         return path
@@ -74,6 +74,15 @@ def test_runs_of_different_length_are_compared_as_far_as_both_go(make_run):
 def test_the_best_evaluation_until_then_counts_because_its_checkpoint_is_used(make_run):
     found = compare_runs(make_run("a", [0.9, 0.1]), make_run("b", [0.5, 0.8]))
     assert (found.at_equal_steps.first, found.at_equal_steps.second) == (0.9, 0.8)
+
+
+def test_an_evaluation_counts_from_the_time_at_which_its_weights_were_trained(make_run):
+    first, second = make_run("a", [0.1, 0.2, 0.3, 0.9]), make_run("b", [0.1, 0.2, 0.3, 0.4])
+    rows = [json.loads(line) for line in (first / METRICS).read_text().splitlines()]
+    rows[-1] |= {"seconds": 52.0, "evaluation_seconds": 12.0}  # 40 s of training, then 12 s of evaluation
+    (first / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = compare_runs(first, second)
+    assert (found.at_equal_time.at, found.at_equal_time.first) == (40.0, 0.9)
 
 
 def test_a_difference_that_few_examples_explain_may_be_chance(make_run):
@@ -190,6 +199,8 @@ def test_a_sparkline_shows_the_scale_and_where_a_run_ends():
     assert half.rstrip() == half[:20]
     assert set(sparkline(points, 40, (1, 40), ASCII_BLOCKS)) <= set(ASCII_BLOCKS)
     assert set(sparkline(points[:1], 1, (1, 1))) == {" ", BLOCKS[0]}
+    two = sparkline([points[0], points[-1]], 80, (1, 40))
+    assert two == BLOCKS[0] * 19 + BLOCKS[-1] + " " * 20, "a value holds until the next"
 
 
 def test_the_command_prints_text_json_and_ascii(make_run, tmp_path):
