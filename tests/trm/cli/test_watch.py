@@ -18,8 +18,9 @@ START = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "plan.micro_batch_size=16"]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("watched")
-    command = [*START, "--run", "run", "--quiet"]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    done = subprocess.run([*START, "--run", "run", "--quiet"], cwd=root, capture_output=True, text=True)
+    (root / "stdout").write_text(done.stdout)
+    (root / "stderr").write_text(done.stderr)
     return root
 
 
@@ -28,10 +29,9 @@ def watch(root, *options, **more):
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, **more)
 
 
-def test_a_quiet_run_shows_nothing_but_its_result(tmp_path):
-    done = subprocess.run([*START, "--run", "run", "--quiet"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.startswith("Trained all steps after step 40")
+def test_a_quiet_run_shows_nothing_but_its_result(finished):
+    assert (finished / "stderr").read_text() == ""
+    assert (finished / "stdout").read_text().startswith("Trained all steps after step 40")
 
 
 def test_a_finished_run_is_shown_once_and_the_view_ends(finished):

@@ -203,6 +203,7 @@ def test_a_sparkline_shows_the_scale_and_where_a_run_ends():
     assert two == BLOCKS[0] * 19 + BLOCKS[-1] + " " * 20, "a value holds until the next"
 
 
+@pytest.mark.slow
 def test_the_command_prints_text_json_and_ascii(make_run, tmp_path):
     make_run("a", [0.1, 0.2])
     make_run("b\x1b[2J", [0.1, 0.3])

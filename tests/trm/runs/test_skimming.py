@@ -80,6 +80,7 @@ def test_a_missing_file_has_no_rows(tmp_path):
     assert list(Follower((tmp_path / "none.jsonl",)).skim()) == []
 
 
+@pytest.mark.slow
 def test_one_damaged_row_among_many_costs_only_its_own_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps(train_row(step)) for step in range(1, 2 * MAX_SAMPLED_ROWS)]

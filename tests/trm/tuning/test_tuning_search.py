@@ -242,6 +242,7 @@ def test_between_equal_metrics_the_accuracy_per_token_decides():
     assert score({"accuracy": 0.5}, "accuracy") == 0.5
 
 
+@pytest.mark.slow
 def test_a_memory_limit_decides_what_fits(recipe):
     from trm.tasks.dataset import complete_spec, open_split
     from trm.tasks.registry import load_task
