@@ -8,17 +8,16 @@ compared by speed and memory only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from macbook_optimization.errors import RunError
-from macbook_optimization.input_files import read_json
-from macbook_optimization.json_types import JsonMapping, JsonObject
-from macbook_optimization.units import MIB
+from macbook_optimization.json_types import JsonObject
 from trm.config import RunConfig
+from trm.reports.differences import Difference, differences, machine_facts, plan_facts
 from trm.reports.history import History, number, read_history
 from trm.runs.directory import Run
 from trm.runs.events import Stopped
@@ -32,31 +31,6 @@ _LOSS_WINDOW = 0.1  # the loss at a step is the mean over this share of the step
 _SAME_TIME = 1.01  # times this, two times count as equal: clocks of two runs never agree exactly
 _CLEAR = 2.0  # standard errors, beyond which two accuracies differ
 _NO_METRICS = {each.name for each in fields(EvalRow)} | {"time"}  # of the row of an evaluation
-_MAX_MACHINE_BYTES = MIB
-_MACHINE_KEYS = (
-    "cpu.brand",
-    "cpu.architecture",
-    "cpu.cores",
-    "cpu.threads",
-    "cpu.quota",
-    "memory.total_memory",
-    "platform.system",
-    "platform.os_version",
-    "platform.machine_model",
-    "platform.python_version",
-)
-_PLAN_KEYS = (
-    "backend",
-    "device",
-    "micro_batch_size",
-    "accumulation_steps",
-    "threads",
-    "workers",
-    "precision",
-    "gradient_checkpointing",
-    "allocator",
-    "compiled_size",
-)
 
 Side = Literal["first", "second"]
 
@@ -67,15 +41,6 @@ class Point(NamedTuple):
     step: float
     seconds: float  # of training
     value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key whose value is not the same; None where a run does not have it."""
-
-    key: str
-    first: object
-    second: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +124,8 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         first=a,
         second=b,
         recipe=differences(*(config.model_dump(mode="json") for config in configs)),
-        plan=differences(*map(_plan_facts, runs)),
-        machine=differences(*map(_machine_facts, runs)),
+        plan=differences(*map(plan_facts, runs)),
+        machine=differences(*map(machine_facts, runs)),
         metric=metric,
         at_equal_steps=None if metric is None else verdict(a, b, metric, "step"),
         at_equal_time=None if metric is None else verdict(a, b, metric, "seconds"),
@@ -168,42 +133,6 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         notes=notes,
     )
     return found
-
-
-def differences(first: JsonMapping, second: JsonMapping) -> list[Difference]:
-    """List the leaves that differ, in the order of the first tree."""
-    ours = dict(_leaves(first))
-    theirs = dict(_leaves(second))
-    keys = dict.fromkeys([*ours, *theirs])
-    return [
-        Difference(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)
-    ]
-
-
-def _leaves(tree: JsonMapping, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value and not all(str(inner).isdigit() for inner in value):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:  # also a schedule, whose keys are steps
-            yield f"{prefix}{key}", value
-
-
-def _plan_facts(run: Run) -> JsonObject:
-    plan = run.plan
-    if plan is None:
-        return {}
-    facts = plan.to_json()
-    return {key: facts[key] for key in _PLAN_KEYS}
-
-
-def _machine_facts(run: Run) -> JsonObject:
-    """Return what does not change from start to start; nothing for a run of an earlier version."""
-    try:
-        facts = read_json(run.path / "hardware.json", _MAX_MACHINE_BYTES)
-    except (OSError, ValueError):
-        return {}
-    known = dict(_leaves(facts)) if isinstance(facts, Mapping) else {}
-    return {key: known.get(key) for key in _MACHINE_KEYS}
 
 
 def _read_curves(run: Run, config: RunConfig) -> RunCurves:

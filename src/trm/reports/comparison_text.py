@@ -8,7 +8,8 @@ from statistics import fmean
 
 from macbook_optimization.terminal_text import align, one_line
 from macbook_optimization.units import MIB, counted
-from trm.reports.comparison import LOSS, Comparison, Difference, Point, RunCurves, Verdict
+from trm.reports.comparison import LOSS, Comparison, Point, RunCurves, Verdict
+from trm.reports.differences import Difference
 from trm.runs.listing import metric_label
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -13,7 +13,8 @@ from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.terminal_text import align
 from macbook_optimization.units import counted
-from trm.reports.comparison import differ_clearly, differences
+from trm.reports.comparison import differ_clearly
+from trm.reports.differences import differences
 from trm.runs.listing import metric_label
 from trm.tuning.facts import Facts
 from trm.tuning.picture import draw

@@ -9,8 +9,9 @@ import pytest
 from tiny import TRM, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import RunError
-from trm.reports.comparison import Point, compare_runs, differ_clearly, differences
+from trm.reports.comparison import Point, compare_runs, differ_clearly
 from trm.reports.comparison_text import ASCII_BLOCKS, BLOCKS, describe_comparison, sparkline
+from trm.reports.differences import differences
 from trm.runs.directory import EVENTS, METRICS, Run, begin
 
 EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"

@@ -35,13 +35,13 @@ def test_a_slower_leak_takes_longer_to_find(mb_per_step, num_steps):
     assert leak.mb_per_step == pytest.approx(mb_per_step, rel=0.3)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32 - 1),
     noise_mb=st.floats(0, 50),
     warm_up=st.floats(0, 600),
     tooth=st.tuples(st.integers(2, 90), st.floats(0, 500)),
     jumps=st.integers(0, 6),
-@pytest.mark.slow
 )
 def test_5000_clean_steps_report_none(seed, noise_mb, warm_up, tooth, jumps):
     """With noise of the allocator, a warm-up that bends, garbage collections and larger micro-batches."""
