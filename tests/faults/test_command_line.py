@@ -50,6 +50,7 @@ SETTINGS = {
     "predict": ("--example", "0", "--depth", "1"),
     "bench": ("--repeats", "1"),
     "email serve": ("--idle-seconds", "0.5"),
+    "tune": ("--minutes", "0.4", "--trials", "2"),
 }
 # A valid value for every path of every command; `None` leaves an option out unless it is the one tried.
 VALUES = {
@@ -58,6 +59,7 @@ VALUES = {
     "source": "weights.pt",
     "run": "run",
     "train run": "new-run",
+    "tune run": "new-run",
     "checkpoint import run": "new-run",
     "checkpoint export file": "new.pt",
     "data build arc test": "tasks.json",
@@ -87,7 +89,7 @@ VALUES = {
 }
 NOT_PATHS = ("name", "category")  # other arguments that a command needs
 CHANGED_RUN = "mail-run"  # by corrections
-SLOW = ("doctor", "bench")  # they measure the machine for many seconds when they are not refused
+SLOW = ("doctor", "bench", "tune")  # they measure the machine for many seconds when they are not refused
 OPTIONAL = ("predict dataset", "eval dataset", "train file")
 
 
