@@ -4,7 +4,8 @@ Run `python bench/monitoring.py [--recipes sudoku-6x6,maze-10x10] [--turns 12]`.
 terminal of 100 columns. Its parent process samples, reads the run, diagnoses and draws; the bench pauses that
 process alone (SIGSTOP) in every second turn, while the trainer continues. What the trainer itself does for
 logging (rows, progress, timers) cannot be paused, so it is timed on its own and added. The ratio of each pair
-of neighbouring turns is one measurement; the median and the spread are shown.
+of neighbouring turns is one measurement; the median and its standard error are shown, and beside them what
+the processor time of that parent process is of all cores, which noise of the machine does not affect.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from trm.display import Forwarded
 from trm.runs.directory import METRICS, Run, begin
 from trm.training.log import RunLog, StepMetrics, StepTiming
 
-TURN_SECONDS = 10.0
+TURN_SECONDS = 4.0
 WARM_UP_SECONDS = 15.0
 SAME_WORK = (
     "evaluation.every_steps=null",
@@ -47,7 +48,7 @@ SAME_WORK = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipes", default="sudoku-6x6,maze-10x10", help="recipes to train")
-    parser.add_argument("--turns", type=int, default=12, help="turns with, and as many without")
+    parser.add_argument("--turns", type=int, default=40, help="turns with, and as many without")
     arguments = parser.parse_args()
     for recipe in arguments.recipes.split(","):
         print(measure(recipe, arguments.turns), flush=True)  # noqa: T201
@@ -67,10 +68,14 @@ def measure(recipe: str, turns: int) -> str:
                 time.sleep(0.5)
             time.sleep(WARM_UP_SECONDS)
             speeds = {True: [], False: []}
+            parent = psutil.Process(process.pid)
+            used_before = cpu_seconds(parent)
             for turn in range(2 * turns + 1):
                 shown = turn % 2 == 0
                 os.kill(process.pid, signal.SIGCONT if shown else signal.SIGSTOP)
                 speeds[shown].append(speed(metrics))
+            used = cpu_seconds(parent) - used_before
+            share = used / (len(speeds[True]) * TURN_SECONDS) / (os.cpu_count() or 1)
             own = logging_seconds(root) * statistics.median(speeds[False])
         finally:
             os.kill(process.pid, signal.SIGCONT)
@@ -83,11 +88,17 @@ def measure(recipe: str, turns: int) -> str:
         without / ((speeds[True][i] + speeds[True][i + 1]) / 2) - 1 for i, without in enumerate(speeds[False])
     ]
     median = statistics.median(ratios)
+    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median
     return (
         f"{recipe}: {statistics.median(speeds[False]):.1f} steps/s; monitoring and view cost {median:+.2%} "
-        f"(turns from {min(ratios):+.1%} to {max(ratios):+.1%}), logging in the trainer {own:.2%}, "
-        f"together {median + own:+.2%}"
+        f"(standard error {error:.2%}, {len(ratios)} turns) and use {share:.2%} of all cores; logging in the "
+        f"trainer costs {own:.2%}"
     )
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def speed(metrics: Path) -> float:
