@@ -33,7 +33,7 @@ demo-mail: install
 
 # Slow tests that neither measure nor fill memory share two cores, as the quick ones do. Each of the others has
 # the machine for itself.
-SHARING := tests/test_documents.py tests/faults tests/trm/test_cli.py tests/trm/test_api.py tests/trm/cli tests/trm/mail tests/trm/tasks tests/trm/training/test_row_length.py
+SHARING := tests/test_documents.py tests/faults tests/trm/test_cli.py tests/trm/test_api.py tests/trm/cli tests/trm/mail tests/trm/tasks tests/trm/runs tests/trm/tuning tests/trm/reports/test_comparison.py tests/trm/training/test_leaks.py tests/trm/training/test_profiling.py tests/trm/backends/test_recording.py tests/trm/training/test_row_length.py
 
 test: test-fast
 	$(BIN)/python -m pytest -m slow -n 2 $(SHARING)

@@ -6,6 +6,8 @@ import pytest
 
 from macbook_optimization.duty_cycle import DutyCycle, sleep_with_checks
 
+pytestmark = pytest.mark.slow
+
 
 def compute(seconds):
     """Use this much CPU time, however long it takes on a busy machine."""

@@ -10,6 +10,8 @@ from trm.backends.base import StepSettings
 from trm.backends.pytorch.profiling import AllThreadsRecorder, EachThreadRecorder, recorder
 from trm.training.profile_summary import PHASES, allocated_bytes
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = StepSettings(step=2, cycles=2, learning_rate=1e-3, puzzle_emb_lr=1e-3)
 
 

@@ -15,6 +15,8 @@ from trm.training.profile_summary import PYTHON, allocated_bytes, operations
 from trm.training.profiling import MAX_STEPS, STEPS_BEFORE, StepProfiler, steps_without_evaluation
 from trm.training.start import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
