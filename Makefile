@@ -31,13 +31,10 @@ demo-mail: install
 	@$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
 	@printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
 
-# Slow tests that neither measure nor fill memory share two cores, as the quick ones do. Each of the others has
-# the machine for itself.
-SHARING := tests/test_documents.py tests/faults tests/trm/test_cli.py tests/trm/test_api.py tests/trm/cli tests/trm/mail tests/trm/tasks tests/trm/runs tests/trm/tuning tests/trm/reports/test_comparison.py tests/trm/training/test_leaks.py tests/trm/training/test_profiling.py tests/trm/backends/test_recording.py tests/trm/training/test_row_length.py
-
+# Slow tests share two cores, as the fast ones do, except for those that measure time or fill memory.
 test: test-fast
-	$(BIN)/python -m pytest -m slow -n 2 $(SHARING)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SHARING))
+	$(BIN)/python -m pytest -m 'slow and not alone' -n 2
+	$(BIN)/python -m pytest -m 'slow and alone'
 
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' -n 2

@@ -4,7 +4,8 @@ DIRECTORY holds the corpora as archives (spamassassin.tar.xz, enron_spam.jsonl.x
 20news_bydate.tar.xz, enron_categories.tar.xz); those that are missing are left out. Each corpus has a part to
 train on and a part to measure on, which is read once, at the end. `trm email train` and `trm email eval` do
 the work, as a user would; the table has the accuracy (macro-F1 for categories) of each path, of both together
-and of TF-IDF + LinearSVC on the same messages, and the minutes of training.
+and of TF-IDF + LinearSVC on the same messages, the minutes of training, and the peak of its resident memory:
+that of all its processes together, pages that they share counted for each.
 """
 
 import argparse
@@ -20,8 +21,11 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 TRM = Path(sys.executable).with_name("trm")
 COLUMNS = ("linear path", "recursive path", "together", "TF-IDF + LinearSVC")
@@ -31,6 +35,8 @@ GENRES = {
     "4": "logistics", "5": "employment", "6": "editing",
 }  # fmt: skip
 DEV_GENRE_SHARE = 6  # every sixth message, by its number
+
+SAMPLE_SECONDS = 0.5
 
 Parts = tuple[Path, Path]
 
@@ -130,17 +136,33 @@ class Measured:
     corpus: str
     seed: int
     minutes: float
+    peak_gib: float
     evaluation: dict[str, dict[str, float]]
 
 
-def run_trm(*arguments: str | Path) -> dict[str, object]:
-    done = subprocess.run(
-        [TRM, *map(str, arguments), "--json"], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"trm {' '.join(map(str, arguments))} failed")
-    facts: dict[str, object] = json.loads(done.stdout)
-    return facts
+def run_trm(*arguments: str | Path) -> tuple[dict[str, object], float]:
+    """Return what a command reports, and the peak of its memory in GiB."""
+    peak = 0
+    command = [TRM, *map(str, arguments), "--json"]
+    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output) as process:
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(process.pid))
+            time.sleep(SAMPLE_SECONDS)
+        if process.returncode:
+            raise SystemExit(f"trm {' '.join(map(str, arguments))} failed")
+        output.seek(0)
+        facts: dict[str, object] = json.load(output)
+    return facts, peak / 2**30
+
+
+def resident_bytes(pid: int) -> int:
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for each in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += each.memory_info().rss
+    return total
 
 
 def measure(name: str, train: Path, dev: Path, run: Path, options: argparse.Namespace) -> Iterator[Measured]:
@@ -148,18 +170,19 @@ def measure(name: str, train: Path, dev: Path, run: Path, options: argparse.Name
         shutil.rmtree(run, ignore_errors=True)
         started = time.monotonic()
         command = ["email", "train", train, "--run", run, "--held-out", "0", "--seed", str(seed)]
-        run_trm(*command, *(["--linear"] if options.linear else []), *options.train)
+        _, peak_gib = run_trm(*command, *(["--linear"] if options.linear else []), *options.train)
         minutes = (time.monotonic() - started) / 60
-        facts = run_trm("email", "eval", run, dev)
+        facts, _ = run_trm("email", "eval", run, dev)
         columns = facts["columns"]
         assert isinstance(columns, list)
-        yield Measured(name, seed, minutes, {each["name"]: each for each in columns})
+        yield Measured(name, seed, minutes, peak_gib, {each["name"]: each for each in columns})
 
 
 def line(found: Measured, metric: str) -> str:
     values = [found.evaluation[each][metric] if each in found.evaluation else None for each in COLUMNS]
     cells = ["" if value is None else f"{value:.4f}" for value in values]
-    return f"| {found.corpus} | {found.seed} | {' | '.join(cells)} | {found.minutes:.1f} |"
+    cells += [f"{found.minutes:.1f}", f"{found.peak_gib:.2f}"]
+    return f"| {found.corpus} | {found.seed} | {' | '.join(cells)} |"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -198,7 +221,9 @@ def whole(parts: Parts, directory: Path) -> Path:
 
 def main() -> None:
     arguments = parse_arguments()
-    sys.stdout.write(f"| corpus | seed | {' | '.join(COLUMNS)} | minutes |\n|{'---|' * (3 + len(COLUMNS))}\n")
+    sys.stdout.write(
+        f"| corpus | seed | {' | '.join(COLUMNS)} | minutes | GiB |\n|{'---|' * (4 + len(COLUMNS))}\n"
+    )
     by_name = {corpus.name: corpus for corpus in CORPORA}
     with tempfile.TemporaryDirectory(prefix="mail-corpora-") as temporary:
         if arguments.cross:

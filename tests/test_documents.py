@@ -23,6 +23,7 @@ from pathlib import Path
 
 import click
 import command_reference
+import forked
 import key_reference
 import pytest
 
@@ -88,7 +89,10 @@ def option(words: list[str], name: str) -> str | None:
 
 
 def execute(words: list[str], cwd: Path) -> str:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
+    if words[0] == str(TRM):
+        done = forked.run(words[1:], cwd, timeout=600)
+    else:
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
     return done.stdout
 

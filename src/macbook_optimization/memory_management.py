@@ -221,9 +221,8 @@ class MemoryManager:
         if taken > self.settings.taken_share and self.batch_size > 1:
             reason = f"other programs took {taken:.0%} of the memory that the plan counted on"
             return self.shrink(reason, max(1, (self.largest or self.batch_size) // 2))
-        if taken > self.settings.taken_share / 2:  # too much to grow, not enough to shrink
-            self._calm_since = None
-            return None
+        if taken > self.settings.taken_share / 2:  # too much to grow
+            largest_fitting = min(largest_fitting, self.batch_size)
         # macOS keeps memory full by design and reports pressure itself, so its usage means nothing.
         percent = stats.percent_used if stats.pressure is None else 0.0
         return self._react_to_usage(percent, largest_fitting)

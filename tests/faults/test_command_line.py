@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import forked
 import pytest
 from tiny import FOUR, TINY, TRM, Recorder, sudoku_dataset
 
@@ -310,10 +311,7 @@ def try_path(sandbox, name, parameter_name, kind):
     arguments = call(name, parameter, path)
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            [TRM, *arguments], cwd=sandbox.directory, env=sandbox.environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_SECONDS,
-        )  # fmt: skip
+        done = forked.run(arguments, sandbox.directory, env=sandbox.environment, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"hangs: {arguments}"]
     problems = []

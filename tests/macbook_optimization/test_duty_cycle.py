@@ -6,7 +6,7 @@ import pytest
 
 from macbook_optimization.duty_cycle import DutyCycle, sleep_with_checks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def compute(seconds):

@@ -211,6 +211,15 @@ def test_readings_between_the_thresholds_neither_shrink_nor_grow():
     assert set(machine.sizes(100)) == {8}
 
 
+def test_the_threshold_of_usage_holds_while_other_programs_have_a_third_of_the_memory():
+    machine = Machine(shrink_above_percent=60.0, grow_below_percent=60.0)
+    machine.sample()
+    machine.available = 6 * GIB
+    assert machine.sizes(60)[-1] == 1
+    machine.available = int(6.8 * GIB)  # below the threshold, but too little to grow
+    assert set(machine.sizes(100)) == {1}
+
+
 def test_a_fixed_batch_stays_fixed():
     machine = Machine(dynamic=False)
     machine.sample()

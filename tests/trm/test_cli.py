@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import click
+import forked
 import pytest
 from tiny import FOUR, TINY, TRM
 
@@ -21,13 +22,11 @@ from trm.cli.common import OutputOption
 ROOT = Path(__file__).parents[2]
 
 
-def trm(*arguments, cwd, stdin=None):
-    return subprocess.run(
-        [TRM, *map(str, arguments)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120
-    )
+def trm(*arguments, cwd, stdin=""):
+    return forked.run(arguments, cwd, stdin)
 
 
-def ok(*arguments, cwd, stdin=None):
+def ok(*arguments, cwd, stdin=""):
     done = trm(*arguments, cwd=cwd, stdin=stdin)
     assert done.returncode == 0, done.stderr
     return done.stdout

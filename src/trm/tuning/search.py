@@ -235,12 +235,15 @@ def _write(file: Path, text: str) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end the search as Ctrl-C does."""
+    """Let SIGTERM and a closed terminal end the search as Ctrl-C does.
+
+    SIGINT is included because a script's background jobs inherit it as ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    numbers = [signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in numbers}

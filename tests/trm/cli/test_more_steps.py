@@ -1,17 +1,16 @@
 """`trm train RUN` resumes a run with its own recipe, and --more-steps trains a finished one longer."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
+import forked
 import pytest
-from tiny import TRM
 
 EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
 
 
 def trm(*arguments, cwd):
-    return subprocess.run([TRM, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return forked.run(arguments, cwd)
 
 
 @pytest.fixture

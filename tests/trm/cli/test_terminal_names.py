@@ -2,11 +2,10 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
+import forked
 import pytest
-from tiny import TRM
 
 ROOT = Path(__file__).parents[3]
 EARLIER = ROOT / "tests" / "fixtures" / "earlier"
@@ -15,8 +14,7 @@ SHOWN = r"\x1b]0;title\x07\x1b[2J\rname"
 
 
 def trm(*arguments, cwd, given=""):
-    command = [TRM, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, input=given, capture_output=True, text=True, timeout=60)
+    return forked.run(arguments, cwd, given, timeout=60)
 
 
 @pytest.fixture

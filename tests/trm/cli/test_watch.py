@@ -8,6 +8,7 @@ import subprocess
 import time
 from contextlib import suppress
 
+import forked
 import psutil
 import pytest
 from tiny import FOUR, TINY, TRM
@@ -18,15 +19,14 @@ START = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "plan.micro_batch_size=16"]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("watched")
-    done = subprocess.run([*START, "--run", "run", "--quiet"], cwd=root, capture_output=True, text=True)
+    done = forked.run([*START[1:], "--run", "run", "--quiet"], root)
     (root / "stdout").write_text(done.stdout)
     (root / "stderr").write_text(done.stderr)
     return root
 
 
-def watch(root, *options, **more):
-    command = [TRM, "watch", "run", *options]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, **more)
+def watch(root, *options):
+    return forked.run(["watch", "run", *options], root, timeout=60)
 
 
 def test_a_quiet_run_shows_nothing_but_its_result(finished):
@@ -58,7 +58,8 @@ def test_a_locale_without_unicode_and_any_width(finished, columns):
         "COLUMNS": columns,
         "NO_COLOR": "1",
     }
-    done = watch(finished, "--once", env=environment)
+    command = [TRM, "watch", "run", "--once"]
+    done = subprocess.run(command, cwd=finished, capture_output=True, text=True, env=environment)
     assert done.stdout.isascii()
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
 

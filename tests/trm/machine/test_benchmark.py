@@ -65,6 +65,7 @@ def test_the_command_refuses_files_before_it_measures(arguments, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_small_measurement_interleaves_profiles_and_starts_a_process_for_each():
     updates = []
     display = Recorder(lambda what, done: updates.append((what, done)))
@@ -92,6 +93,7 @@ def test_a_profile_that_does_not_fit_is_refused_before_it_is_measured():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_command_measures_saves_and_compares(tmp_path):
     write_report(make_report([1000.0] * 60), OutputFile(tmp_path / "before.json", BENCHMARK))
     options = ("--profile", "8gb", "--repeats", 1, "--compare", "before.json", "--out", "now.json", "--json")

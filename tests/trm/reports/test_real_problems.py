@@ -72,6 +72,7 @@ def test_5000_real_steps_report_neither_a_leak_nor_instability(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_loader_is_starvation(tmp_path):
     task = write_task(tmp_path, "time.sleep(0.03)")
     config = run_config(sudoku_dataset(tmp_path / "set"), task=task, training__max_steps=10**6)
@@ -126,6 +127,7 @@ def watch(watchdog, follower, trainer, seconds):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_cpu_hog_is_named_as_contention(tmp_path):
     cores = psutil.cpu_count() or 1
     threads = (f"plan.threads={cores}", "plan.micro_batch_size=8", "training.max_steps=1000000")

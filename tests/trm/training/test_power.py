@@ -347,6 +347,7 @@ class OnBattery(Sensor):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_run_that_rests_uses_less_of_the_processor(tmp_path, dataset, monkeypatch):
     """CPU time over time, from the first step to the last; one thread cannot use more than the share of it,
     however busy the machine is."""
