@@ -31,13 +31,14 @@ demo-mail: install
 	@$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
 	@printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
 
-# Slow tests share two cores, as the fast ones do, except for those that measure time or fill memory.
+# Slow tests share the cores, three at a time because they often wait; those that measure time or fill memory
+# have the machine for themselves.
 test: test-fast
-	$(BIN)/python -m pytest -m 'slow and not alone' -n 2
+	$(BIN)/python -m pytest -m 'slow and not alone' -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m 'slow and alone'
 
 test-fast: install
-	$(BIN)/python -m pytest -m 'not slow' -n 2
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
 # Everything that is broken on purpose, in full: about an hour, and a table of tried and survived at the end.
 faults: install

@@ -1,7 +1,8 @@
 """Compare predicted with real peak memory: `python bench/memory_prediction.py [--only NUMBER]`.
 
 Each recipe is probed as `trm train` does it. The fitted line predicts the peak with larger micro-batches. A
-real trainer then runs with them: steps, an evaluation, a checkpoint.
+real trainer then runs with them: steps, an evaluation, a checkpoint. `--recipe NAME [KEY=VALUE ...]` measures
+that recipe instead of the Sudoku models below, for example one whose rows have different lengths.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from pathlib import Path
 from macbook_optimization.children import run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
-from trm.config import RunConfig
+from trm.config import RunConfig, load_config
 from trm.plan import EVALUATION_FACTOR, Plan
 from trm.planning.measurements import memory_model
 from trm.planning.planner import Planner
@@ -102,9 +104,8 @@ def real_peak_bytes(config: RunConfig, directory: Path, plan: Plan) -> int:
     return int(Run(directory).rows(EVENTS)[-1]["peak_bytes"])
 
 
-def compare(case: Case, directory: Path) -> list[float]:
+def compare(config: RunConfig, sizes: tuple[int, ...], directory: Path, facts: JsonObject) -> list[float]:
     """Print one row per predicted size, and return the errors in percent."""
-    config = make_recipe(directory, case)
     data = load_task(config.task).complete(open_split(config.data.path, "train").spec)
     hardware = HardwareDetector().detect(with_torch=False)
     planner = Planner(config, data, hardware, StandardErrorDisplay())
@@ -113,14 +114,14 @@ def compare(case: Case, directory: Path) -> list[float]:
     assert measured is not None, "not even one example fits"
     model = memory_model(measured.sizes)
     errors = []
-    for size in case.predicted_sizes:
-        plan = Plan.of(execution, size, case.num_slots)
-        run = directory / f"run-{case.grid_size}-{case.hidden_size}-{case.mixer}-{size}"
+    for size in sizes:
+        plan = Plan.of(execution, size, config.training.effective_batch_size)
+        run = Path(tempfile.mkdtemp(dir=directory)) / "run"
         real = real_peak_bytes(config, run, plan)
         predicted = model.peak_bytes(size)
         errors.append(round(100 * (predicted / real - 1), 1))
         row = {
-            **asdict(case),
+            **facts,
             "measured_sizes": [each.micro_batch_size for each in measured.sizes],
             "micro_batch_size": size,
             "predicted_mib": round(predicted / MIB),
@@ -135,10 +136,20 @@ def compare(case: Case, directory: Path) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", type=int, help=f"run one case, from 1 to {len(CASES)} (default: all)")
-    only = parser.parse_args().only
-    cases = CASES if only is None else CASES[only - 1 : only]
+    parser.add_argument("--recipe", nargs="+", metavar="RECIPE", help="a recipe, and overrides of its keys")
+    parser.add_argument("--sizes", default="8,16", help="micro-batches to predict for it")
+    arguments = parser.parse_args()
+    cases = CASES if arguments.only is None else CASES[arguments.only - 1 : arguments.only]
+    errors = []
     with tempfile.TemporaryDirectory() as directory:
-        errors = [error for case in cases for error in compare(case, Path(directory))]
+        if arguments.recipe:
+            config = load_config(arguments.recipe[0], arguments.recipe[1:])
+            sizes = tuple(map(int, arguments.sizes.split(",")))
+            errors = compare(config, sizes, Path(directory), {"recipe": arguments.recipe[0]})
+        else:
+            for case in cases:
+                config = make_recipe(Path(directory), case)
+                errors += compare(config, case.predicted_sizes, Path(directory), asdict(case))
     sys.stdout.write(f"errors from {min(errors)} % to {max(errors)} %\n")
 
 

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from faults.operations import Operation, intercepted
 from faults.saves import holds, manager_with, save
 
@@ -96,6 +97,7 @@ def _torn(content, rng, outcome):
     return bytes(kept)
 
 
+@pytest.mark.slow
 def test_a_power_loss_after_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, tally, full):
     tally, run = tally("power lost"), tmp_path / "run"
     run.mkdir()

@@ -217,6 +217,7 @@ def test_a_stopped_clock_stands_still_and_can_be_started_again():
         assert wait_for(lambda: clock.seconds > stopped_at + 0.05)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_did_not_run():
     code = """
 import json, sys, time

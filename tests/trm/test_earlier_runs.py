@@ -131,6 +131,7 @@ def test_the_recipe_of_an_earlier_run_is_read_with_its_present_keys(earlier):
     assert (mazes.mixer, mazes.neighbourhood_size) == ("neighbourhood", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED_AFTER)
 def test_an_earlier_run_resumes_to_the_state_it_reached_then(earlier, name):
     """The result is equal bit for bit on the machine that wrote the fixture. Another CPU has other kernels,

@@ -215,6 +215,7 @@ def test_noise_is_added_to_fresh_slots_only():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_training_learns_a_tiny_dataset():
     ours = make_learner(
         model_config(mixer="mlp", pos_encodings="none", hidden_size=16),

@@ -51,6 +51,7 @@ def test_grouping_by_length_changes_neither_gradients_nor_results(variant, size,
         torch.testing.assert_close(grouped.latents[here], plain.latents[here], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 def test_grouping_by_length_learns_the_same_over_many_steps(supervision, monkeypatch):

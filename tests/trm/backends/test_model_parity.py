@@ -237,6 +237,7 @@ def test_the_token_head_is_applied_to_labelled_positions_only():
     assert seen == [(6, 8)]
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32():
     """In a child process: a CPU that reports instructions it lacks kills it at the first product."""
     child = subprocess.run([sys.executable, "-c", BFLOAT16], capture_output=True, text=True, cwd=TESTS)

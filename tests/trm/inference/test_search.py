@@ -260,6 +260,7 @@ def test_the_guesses_of_a_row_do_not_depend_on_the_width_of_its_batch():
         np.testing.assert_array_equal(in_wide[0, :2], in_narrow[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mixer", "candidates"])
 def test_guesses_do_not_depend_on_the_other_rows_or_on_workers(variant, float64):
     ours = learner("terminal", spec=SAME_TOKENS, **VARIANTS[variant])

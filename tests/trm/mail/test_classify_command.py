@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from click.testing import CliRunner
 from letters import letter
 
@@ -30,6 +31,7 @@ def hostile_mailbox(directory):
     return directory
 
 
+@pytest.mark.slow
 def test_codes_in_subjects_and_names_of_files_are_shown_and_not_sent(trained, tmp_path):
     text = classify(trained[0], hostile_mailbox(tmp_path / "mailbox"))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)

@@ -3,6 +3,7 @@
 import shutil
 
 import numpy as np
+import pytest
 from letters import letter
 
 from trm.mail.deciding import open_classifier
@@ -21,6 +22,7 @@ def categories(classifier, given):
     return [decision.category for _, decision in classifier.decide(given)]
 
 
+@pytest.mark.slow
 def test_a_correction_is_learned_and_forgotten(trained, tmp_path):
     run = copy_of(trained[0], tmp_path)
     (given,) = messages("travel", [1])
@@ -37,6 +39,7 @@ def test_a_correction_is_learned_and_forgotten(trained, tmp_path):
         assert categories(classifier, [given]) == ["travel"]
 
 
+@pytest.mark.slow
 def test_corrections_fix_what_they_name_and_keep_the_rest(trained, tmp_path):
     run = copy_of(trained[0], tmp_path)
     wrong = messages("work", range(20), seed=8)
@@ -53,6 +56,7 @@ def test_corrections_fix_what_they_name_and_keep_the_rest(trained, tmp_path):
     assert kept >= 0.99
 
 
+@pytest.mark.slow
 def test_a_message_that_is_corrected_again_has_its_last_category(trained, tmp_path):
     run = copy_of(trained[0], tmp_path)
     (given,) = messages("travel", [2])
@@ -64,6 +68,7 @@ def test_a_message_that_is_corrected_again_has_its_last_category(trained, tmp_pa
         assert categories(classifier, [given]) == ["work"]
 
 
+@pytest.mark.slow
 def test_corrections_of_two_processes_are_both_kept(trained, tmp_path):
     run = copy_of(trained[0], tmp_path)
     one, other = messages("travel", [1, 2])

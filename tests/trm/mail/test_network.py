@@ -70,6 +70,7 @@ def test_the_recursive_path_is_skipped_where_the_linear_one_is_certain(untrained
     np.testing.assert_array_equal(half[~is_low], linear[~is_low])
 
 
+@pytest.mark.slow
 def test_corrections_hold_with_both_paths(untrained, tmp_path):
     run = shutil.copytree(untrained, tmp_path / "run")
     wrong = given_letters(3, seed=5)

@@ -111,6 +111,7 @@ def test_hostile_clients_delay_only_themselves(shared):
         assert "did not arrive within 0.5 s" in refusal(slow)
 
 
+@pytest.mark.slow
 def test_more_silent_clients_than_there_are_places_only_delay(shared):
     path, _, run = shared
     silent = [connected(path) for _ in range(2 * LIMITS.clients)]
@@ -140,6 +141,7 @@ def test_clients_that_never_read_their_answer_are_counted(shared):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_parser_that_is_killed_is_replaced(shared):
     path, _, run = shared
     parsers = []

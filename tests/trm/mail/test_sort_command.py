@@ -34,6 +34,7 @@ def maildir(trained, tmp_path):
     return tmp_path / "Maildir"
 
 
+@pytest.mark.slow
 def test_a_maildir_is_sorted_and_taken_back(trained, maildir):
     before = names_in(maildir)
     options = (trained[0], maildir, "--max-error", "50%", "--jobs", 1)

@@ -51,6 +51,7 @@ def planner_of(config, display=None):
     return Planner(config, task.complete(train_split.spec), hardware, display or Recorder())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache", "one_step_per_trial", "quiet_machine")
 def test_the_first_steps_are_steps_of_the_run(tmp_path, dataset, monkeypatch):
     """With terminal supervision: latents that are carried from step to step would amplify rounding."""
@@ -121,6 +122,7 @@ def test_what_the_first_steps_cannot_find_out_needs_a_probe(dataset, changes):
     assert planner_of(run_config(dataset, **changes)).without_probe() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache", "one_step_per_trial")
 def test_a_size_that_does_not_fit_ends_the_search_with_a_smaller_one(tmp_path, dataset, monkeypatch):
     from trm.backends.pytorch.model import TinyRecursiveModel

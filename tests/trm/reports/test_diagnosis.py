@@ -41,6 +41,7 @@ def told(tmp_path):
     return healthy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, TERMINAL], ids=["deep", "terminal"])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**32 - 1), noise=st.floats(0, 0.3))

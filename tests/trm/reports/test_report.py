@@ -327,6 +327,7 @@ def test_the_command_writes_the_page(run):
     assert "switched off" in (run.path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_command_writes_to_a_file_and_replaces_only_reports(run, tmp_path):
     out = tmp_path / "page.html"
     for _ in range(2):

@@ -124,6 +124,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_torn_and_growing_files_never_crash_the_view(tmp_path_factory, data):
@@ -153,6 +154,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_
 CHANGES = st.tuples(st.integers(0, 3), st.sampled_from(KEYS), SCALARS | st.lists(SCALARS, max_size=2))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(CHANGES, max_size=8))
 def test_rows_with_any_values_never_crash_the_view(tmp_path_factory, changes):

@@ -85,6 +85,7 @@ def earlier_run(tmp_path, dataset):
     return earlier
 
 
+@pytest.mark.slow
 def test_an_earlier_run_resumes_where_it_was_and_learns_the_same(tmp_path, dataset, earlier_run):
     config = earlier_run.config
     display = Recorder()

@@ -73,6 +73,7 @@ def eventful_run(tmp_path_factory):
     return Run(path)
 
 
+@pytest.mark.slow
 def test_every_event_of_a_run_is_listed_with_its_fields(eventful_run):
     rows = eventful_run.rows(EVENTS)
     for row in rows:

@@ -113,6 +113,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_every_plan_ends_at_the_same_step(tmp_path, dataset):
     for size in (1, 4, 6):
         config = stopping_config(dataset, plan__micro_batch_size=size, **NEVER_LEARNS)

@@ -71,6 +71,7 @@ def test_a_finished_run_is_trained_for_exactly_the_requested_steps(finished):
     open_model(finished.path)  # whichever of its checkpoints is the best
 
 
+@pytest.mark.slow
 def test_an_extended_run_can_be_repeated_from_its_recipe_bit_for_bit(finished, tmp_path):
     """Even if the checkpoint that it was extended from is lost: earlier steps keep their learning rate."""
     longer = request(finished, 10)
@@ -108,6 +109,7 @@ def test_a_run_that_has_not_finished_is_not_extended(config, tmp_path):
         request(Run(tmp_path / "run"), 10)
 
 
+@pytest.mark.slow
 def test_a_target_that_was_reached_does_not_stop_the_extension(dataset, tmp_path):
     """It ends N steps after the present one, even if that is before the `max_steps` that it did not need."""
     path = tmp_path / "run"

@@ -129,6 +129,7 @@ def test_a_run_starts_from_the_best_weights_of_another(tmp_path, dataset, pretra
     assert Run(tmp_path / "run").config.training.initial_weights == pretrained
 
 
+@pytest.mark.slow
 def test_resuming_does_not_need_the_other_run(tmp_path, dataset, pretrained):
     other = tmp_path / "other"
     shutil.copytree(pretrained, other)

@@ -69,6 +69,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision, s
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 def test_how_the_dataset_is_read_changes_nothing_even_in_the_middle_of_an_epoch(
     tmp_path, dataset, supervision
@@ -203,6 +204,7 @@ def test_the_plan_may_change_in_the_middle_of_a_run(tmp_path, dataset):
     assert_same_up_to_rounding(tmp_path / "whole", tmp_path / "changed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_in_the_middle_of_a_step_saves_the_last_complete_one(tmp_path, dataset, number):
     config = run_config(dataset, plan__micro_batch_size=2)

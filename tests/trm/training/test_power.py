@@ -147,6 +147,7 @@ def assert_same_weights(one, other):
             assert torch.equal(tensor, tensors(other)[group][name]), f"{group} {name}"
 
 
+@pytest.mark.slow
 def test_a_pause_on_battery_ends_with_mains_power_and_changes_nothing(tmp_path, dataset, unplugged):
     """The state is saved, the display says that it waits, and the time of the pause is not training time."""
     config = pausing(dataset)
@@ -321,6 +322,7 @@ def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, datas
     assert (tmp_path / "run" / "checkpoints" / f"step-{pause['step']:08d}").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_rests_change_nothing_that_is_learned(tmp_path, dataset, monkeypatch, deterministic):
     config = run_config(dataset, limits={"cooling_delay_seconds": 0.0}, training__deterministic=deterministic)

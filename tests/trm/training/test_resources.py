@@ -264,6 +264,7 @@ def test_a_process_that_is_stopped_by_a_signal_does_not_train_meanwhile(tmp_path
 # A step that does not fit
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_repeated_with_smaller_micro_batches(tmp_path, dataset, monkeypatch):
     """The allocator refuses more than two examples at a time."""
     from trm.backends.pytorch.model import TinyRecursiveModel

@@ -201,6 +201,7 @@ def test_a_resumed_run_continues_with_the_length_of_its_checkpoint(tmp_path, dat
     assert Run(tmp_path / "run").checkpoints().newest_intact().metadata["max_length"] == 54
 
 
+@pytest.mark.slow
 def test_without_the_key_rows_are_never_cut(tmp_path, dataset, monkeypatch):
     starve(monkeypatch, widest=64)
     with pytest.raises(AllocationFailed):
@@ -208,6 +209,7 @@ def test_without_the_key_rows_are_never_cut(tmp_path, dataset, monkeypatch):
     assert not events(tmp_path / "run", "row length")
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_never_reached_changes_no_bit(tmp_path, dataset):
     run(config_of(dataset, least=None), tmp_path / "plain")
     run(config_of(dataset), tmp_path / "adaptive")

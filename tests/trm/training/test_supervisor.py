@@ -173,6 +173,7 @@ def test_a_time_limit_covers_all_restarts_together():
     assert _remaining(Limits(), seconds=100) == Limits()
 
 
+@pytest.mark.slow
 def test_a_trainer_without_memory_for_one_example_exits_with_its_own_code(tmp_path, dataset, monkeypatch):
     from trm.backends.pytorch.model import TinyRecursiveModel
     from trm.training.start import train_in_child

@@ -81,6 +81,7 @@ def result(search):
     return result_of(search.facts, search.study, is_interrupted=False)
 
 
+@pytest.mark.slow
 def test_the_recipe_itself_is_the_first_candidate_and_the_best_one_becomes_a_recipe(opened, recipe):
     search = opened(Trainer(lambda config: 10 * config.training.learning_rate))
     try_some(search, 12)

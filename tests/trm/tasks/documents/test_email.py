@@ -77,6 +77,7 @@ def test_options_are_checked():
         TASK.check_options({})
 
 
+@pytest.mark.slow
 def test_a_directory_of_mail_becomes_a_dataset(tmp_path):
     folders_of_mail(tmp_path / "mail")
     options = {"from": [str(tmp_path / "mail")], "length": 32, "vocab_size": 200, "test_share": 0.25}
@@ -87,6 +88,7 @@ def test_a_directory_of_mail_becomes_a_dataset(tmp_path):
     assert splits[0].spec.class_names == ("home", "spam", "work")
 
 
+@pytest.mark.slow
 def test_outputs_differ_between_mails_after_fifty_steps(dataset):
     """Embeddings much smaller than the latents would be erased by the recursion: all mails alike."""
     config = email_config(dataset)
@@ -112,6 +114,7 @@ def split_tokens(split):
     return torch.from_numpy(split.batch(np.arange(40)).inputs)
 
 
+@pytest.mark.slow
 def test_a_run_learns_categories_and_reports_them(dataset, tmp_path):
     outcome = train_run(email_config(dataset, evaluation={"every_steps": 30}), tmp_path / "run")
     assert outcome.best["primary_metric"] == "accuracy"
@@ -204,6 +207,7 @@ def test_the_difficulty_of_a_message_is_its_length_before_it_was_cut(tmp_path):
     assert len({length for length in whole if length > 24}) > 5
 
 
+@pytest.mark.slow
 def test_a_curriculum_starts_with_short_messages(dataset, tmp_path):
     stages = {"share": 0.25, "threshold": 0.0, "widen": 2.0, "every_steps": 20}
     config = email_config(dataset)

@@ -90,6 +90,7 @@ def interrupted(monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_every_message_is_counted_once(whole):
     directory, quality = whole
     assert quality["messages"] == sum(quality["verdicts"].values()) == COUNT
@@ -289,6 +290,7 @@ def test_a_full_disk_is_reported_and_the_import_continues(mbox, tmp_path):
     assert not told
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_the_mail_is_like(mbox, tmp_path):
     options = ["--from", str(mbox), "--out", "set", "--length", "32", "--vocab-size", "200", "--json"]
     command = [TRM, "data", "build", "email", *options]
@@ -344,6 +346,7 @@ def test_an_existing_dataset_is_refused_before_anything_is_read(mbox, tmp_path):
     assert display.num_read == 0
 
 
+@pytest.mark.slow
 def test_mail_without_a_category_is_reported_before_it_is_refused(tmp_path):
     source = write_mbox(tmp_path / "all.mbox", [b"Subject: x\n\ny\n"] * 3)
     display = Recorder()

@@ -89,6 +89,7 @@ def test_without_augmentation_the_masks_are_those_of_the_dataset(dataset):
     np.testing.assert_array_equal(feed.batch(slots, 1).inputs, split.batch(examples).inputs)
 
 
+@pytest.mark.slow
 def test_mail_needs_no_categories_and_may_share_a_vocabulary(tmp_path, labelled):
     mail = folders_of_mail(tmp_path / "mail") / "work"
     options = {"from": [str(mail)], "length": 32, "tokenizer": str(labelled), "test_share": 0.2}
@@ -120,6 +121,7 @@ def test_categories_and_masked_tokens_are_not_mistaken_for_each_other(labelled, 
     assert not isinstance(TASK, HasWords)  # leaving words out would move them away from their labels
 
 
+@pytest.mark.slow
 def test_a_run_learns_to_predict_tokens(dataset, tmp_path):
     outcome = train_run(masked_config(dataset, evaluation={"every_steps": 30}), tmp_path / "run")
     assert outcome.best["primary_metric"] == "token_accuracy"

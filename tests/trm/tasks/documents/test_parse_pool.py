@@ -71,6 +71,7 @@ def test_results_come_in_order(jobs):
     assert run(raws, jobs) == [len(raw) for raw in raws]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [b"spin", b"stuck in C", b"grow"], ids=lambda kind: kind.decode())
 def test_harm_costs_only_the_message_that_does_it(kind):
     results = run([b"a", b"bb", kind, b"ccc", b""])
@@ -159,6 +160,7 @@ def test_memory_is_watched_where_the_system_has_no_limit():
     assert process.exitcode == parse_pool._TOO_MUCH_MEMORY
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     parent = multiprocessing.get_context("spawn").Process(target=hold_a_pool, args=(tmp_path / "pid",))

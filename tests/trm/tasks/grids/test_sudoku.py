@@ -269,6 +269,7 @@ def test_a_dataset_has_the_layout_of_the_reference_implementation(sudoku_dataset
     assert {path.name for path in dataset.iterdir()} == {"train", "test", "identifiers.json", "build.json"}
 
 
+@pytest.mark.slow
 def test_more_puzzles_than_there_are_is_an_error(tmp_path):
     with pytest.raises(DataError, match="were requested"):
         build(tmp_path / "set", size=4, blanks=1, train=20_000_000, test=1)
