@@ -2,7 +2,8 @@
 
 The schedule is known: the steps that are left, the recursions of each, the evaluations between them. What a
 recursion, the rest of a step and an evaluation take is measured, recent steps counting more, so that the
-estimate follows another program that comes or goes, a plan that changes, and breaks for cooling.
+estimate follows another program that comes or goes, a plan that changes, and breaks for cooling. Steps of
+different depth tell what one more recursion costs before the schedule makes them deeper.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from trm.runs.rows import Row
 from trm.schedule import cycles_of_step, value_at
 
 HALF_LIFE_SHARE = 0.03  # of the time that the run takes: half of the weight is on steps newer than this
-_HALF_LIFE_SECONDS = (5.0, 300.0)  # at least, at most
+_HALF_LIFE_SECONDS = (2.0, 300.0)  # at least, at most
+_LINE_HALF_LIFE_STEPS = 2000  # what a recursion costs beside the rest of a step changes slowly
+_CYCLES_OF_GRADIENT = 2  # by operations: backward and optimizer cost as much as two recursions
+_WEIGHT_OF_OPERATIONS = 2.0  # of that, as the sum of squared deviations of steps that would show it
 _BREAKS_HALF_LIFE_SECONDS = 300.0  # saves and cooling breaks are rare
 _BREAKS = ("saving", "waiting")
 _MAX_STEP = 2**40  # of a row that is not damaged
+_MAX_DIGITS = 6  # of a number of recursions
 _MAX_EXACT_STEPS = 200  # whose recursions are counted one by one: 50 microseconds each
-_TYPICAL_SHRINKING = 0.7  # measured on 6x6 Sudoku and 10x10 mazes; the run's own evaluations count more
+_TYPICAL_SHRINKING = 0.5  # measured on 6x6 Sudoku; the run's own evaluations count more
 _NUM_TREND_POINTS = 4  # evaluations that the way to the target is extrapolated from
 
 
@@ -54,6 +59,44 @@ class _Rate:
 
 
 @dataclass
+class _StepCost:
+    """Seconds of steps by their recursions: a line that is fitted to all steps, times a recent factor."""
+
+    steps: float = 0.0
+    cycles: float = 0.0
+    squares: float = 0.0  # of cycles
+    seconds: float = 0.0
+    products: float = 0.0  # of cycles and seconds
+    factor: _Rate = field(default_factory=_Rate)
+
+    def add(self, groups: Sequence[tuple[float, int, float]], half_life: float) -> None:
+        """Add steps: the recursions of each, how many there are, and their seconds together."""
+        num_steps = sum(count for _, count, _ in groups)
+        keep = 0.5 ** (num_steps / _LINE_HALF_LIFE_STEPS)
+        self.steps = keep * self.steps + num_steps
+        self.cycles = keep * self.cycles + sum(cycles * count for cycles, count, _ in groups)
+        self.squares = keep * self.squares + sum(cycles**2 * count for cycles, count, _ in groups)
+        self.seconds = keep * self.seconds + sum(seconds for _, _, seconds in groups)
+        self.products = keep * self.products + sum(cycles * seconds for cycles, _, seconds in groups)
+        took = sum(seconds for _, _, seconds in groups)
+        expected = self._on_line(num_steps, sum(cycles * count for cycles, count, _ in groups))
+        self.factor.add(took, expected, 0.5 ** (took / half_life))
+
+    def of(self, steps: float, cycles: float) -> float:
+        return self.factor.value * self._on_line(steps, cycles)
+
+    def _on_line(self, steps: float, cycles: float) -> float:
+        mean_cycles = self.cycles / self.steps
+        mean_seconds = self.seconds / self.steps
+        spread = max(0.0, self.squares - self.steps * mean_cycles**2)
+        common = self.products - mean_cycles * self.seconds
+        by_operations = mean_seconds / (mean_cycles + _CYCLES_OF_GRADIENT)
+        slope = (common + _WEIGHT_OF_OPERATIONS * by_operations) / (spread + _WEIGHT_OF_OPERATIONS)
+        slope = min(max(slope, 0.0), mean_seconds / mean_cycles)
+        return steps * (mean_seconds - slope * mean_cycles) + slope * cycles
+
+
+@dataclass
 class EtaEstimator:
     """Receives the rows of a run and estimates the time that is left."""
 
@@ -64,8 +107,8 @@ class EtaEstimator:
     _counted: int = 0  # steps whose time is in the rates
     time: float | None = None  # of the last row, in seconds since the epoch
     evaluations: list[Row] = field(default_factory=list)
-    _per_cycle: _Rate = field(default_factory=_Rate)  # seconds of a recursion of all slots
-    _per_step: _Rate = field(default_factory=_Rate)  # seconds of the rest of a step
+    _cost: _StepCost = field(default_factory=_StepCost)
+    _per_cycle: _Rate = field(default_factory=_Rate)  # seconds of the forward pass, for all slots
     _breaks: _Rate = field(default_factory=_Rate)  # seconds of saving and waiting per second of steps
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -98,18 +141,18 @@ class EtaEstimator:
         forward = min(seconds, _known(spent.get("forward", seconds)))
         shortest, longest = _HALF_LIFE_SECONDS
         half_life = min(max(HALF_LIFE_SHARE * self._whole_seconds(), shortest), longest)
-        keep = 0.5 ** (seconds / half_life)
-        self._per_cycle.add(forward, self._cycles_of_row(before, self.step), keep)
-        self._per_step.add(seconds - forward, num_steps, keep)
+        cycles = self._cycles_of_row(before, self.step)
+        self._cost.add(_groups(row, num_steps) or [(cycles / num_steps, num_steps, seconds)], half_life)
+        self._per_cycle.add(forward, cycles, 0.5 ** (seconds / half_life))
         breaks = sum(_known(spent.get(name)) for name in _BREAKS)
         self._breaks.add(breaks, seconds, 0.5 ** (seconds / _BREAKS_HALF_LIFE_SECONDS))
 
     def _whole_seconds(self) -> float:
-        return self._seconds_of_steps(0, self.config.training.last_step)
+        return self._seconds_of_steps(0, self.config.training.last_step) if self._cost.steps else 0.0
 
     def estimate(self, now: float | None = None) -> Eta | None:
         """Return the time that is left at `now`, or None before the first row."""
-        if not self._per_step.work:
+        if not self._cost.steps:
             return None
         passed = 0.0 if now is None or self.time is None else max(0.0, now - self.time)
         last_step = self.config.training.last_step
@@ -126,8 +169,7 @@ class EtaEstimator:
         return steps + self._seconds_of_evaluations(num_evaluations)
 
     def _seconds_of_steps(self, step: int, last_step: int) -> float:
-        cycles = self._cycles(step, last_step)
-        return cycles * self._per_cycle.value + max(0, last_step - step) * self._per_step.value
+        return self._cost.of(max(0, last_step - step), self._cycles(step, last_step))
 
     def _cycles_of_row(self, step: int, last_step: int) -> float:
         """Return the recursions of steps that were taken: exactly for few of them."""
@@ -195,6 +237,20 @@ class EtaEstimator:
             return training.last_step
         reached = max(self.step + 1, (_logit(target) - offset) / slope)
         return int(min(training.last_step, every * math.ceil(min(reached, 1e12) / every)))
+
+
+def _groups(row: Row, num_steps: int) -> list[tuple[float, int, float]]:
+    """Return the steps of a row by their recursions; nothing if it does not say, or is damaged."""
+    given = row.get("by_cycles")
+    groups = []
+    for cycles, pair in given.items() if isinstance(given, dict) else ():
+        count, seconds = pair if isinstance(pair, list) and len(pair) == 2 else (0, 0.0)
+        depth = int(cycles) if cycles.isdecimal() and len(cycles) <= _MAX_DIGITS else None
+        group = (number(depth), number(count), number(seconds))
+        if not all(math.isfinite(value) and value > 0 for value in group):
+            return []
+        groups.append((group[0], int(group[1]), group[2]))
+    return groups if sum(count for _, count, _ in groups) == num_steps else []
 
 
 def _known(value: object) -> float:

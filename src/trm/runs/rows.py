@@ -36,6 +36,7 @@ class TrainRow:
     phase: str | None = None  # of this step; absent without phases
     max_length: int | None = None  # to which rows are cut; absent without `training.adaptive_min_length`
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last row, by activity
+    by_cycles: Mapping[str, tuple[int, float]] | None = None  # steps and their seconds, if depths differ
 
     def to_json(self) -> Row:
         facts = {name: value for name, value in asdict(self).items() if value is not None}

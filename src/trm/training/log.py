@@ -99,6 +99,7 @@ class StepTiming:
     total_seconds: float  # of training so far
     learning_rate: float
     micro_batch_size: int
+    cycles: int  # recursions
     phase: PhaseConfig | None = None
     max_length: int | None = None
 
@@ -125,6 +126,7 @@ class StepMetrics:
         self.process.cpu_percent()  # the first call only starts the measurement
         self.leaks = leaks or LeakWatch()
         self.results: list[StepResult] = []
+        self.by_cycles: dict[int, tuple[int, float]] = {}  # steps and their seconds
         self.timing: StepTiming | None = None
         self.step_seconds = 0.0
         self.loss = 0.0
@@ -135,6 +137,8 @@ class StepMetrics:
         self.results.append(result)
         self.timing = timing
         self.step_seconds += timing.step_seconds
+        steps, seconds = self.by_cycles.get(timing.cycles, (0, 0.0))
+        self.by_cycles[timing.cycles] = (steps + 1, seconds + timing.step_seconds)
         self.log.count(result.seconds)
         self.loss = float(np.mean([each.loss for each in self.results]))
         self.samples_per_second = sum(len(each.exact) for each in self.results) / self.step_seconds
@@ -179,11 +183,19 @@ class StepMetrics:
             phase=None if self.timing.phase is None else self.timing.phase.name,
             max_length=self.timing.max_length,
             spent={activity: round(seconds, 6) for activity, seconds in self.log.spent.items()},
+            by_cycles=self._by_cycles(),
         )
         self.log.spent.clear()
         self.log.row(row)
         self.results = []
+        self.by_cycles = {}
         self.step_seconds = 0.0
+
+    def _by_cycles(self) -> dict[str, tuple[int, float]] | None:
+        if len(self.by_cycles) < 2:
+            return None
+        found = sorted(self.by_cycles.items())
+        return {str(cycles): (steps, round(seconds, 6)) for cycles, (steps, seconds) in found}
 
 
 def show_plan(display: Display, config: RunConfig, plan: Plan) -> None:

@@ -213,7 +213,9 @@ class Trainer:
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
         state = self.state
-        timing = StepTiming(state.step, took, self.elapsed(), rate, size, state.phase, state.max_length)
+        timing = StepTiming(
+            state.step, took, self.elapsed(), rate, size, state.cycles, state.phase, state.max_length
+        )
         metrics.add(result, timing, state.stage)
         num_slots = len(state.slots.ids)
         facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())

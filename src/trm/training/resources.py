@@ -36,7 +36,6 @@ from trm.runs.events import (
     GarbageCollectionStopped,
     ThreadsChanged,
 )
-from trm.schedule import cycles_of_step
 from trm.training.log import RunLog
 from trm.training.power import PowerControl
 from trm.training.row_length import RowLength
@@ -219,8 +218,6 @@ class Resources:
 
     def watch_speed(self, state: TrainingState, took: StepTook) -> None:
         """Compare the step with earlier ones of equal work in the same configuration."""
-        config = state.config
-        cycles = cycles_of_step(state.step, config.model, config.training, config.seed)
         threads = self.threads.threads
         configuration = (
             state.plan.execution,
@@ -230,7 +227,7 @@ class Resources:
             state.stage,
             state.phase,
         )
-        step = TimedStep(cycles, took.wall_seconds, took.cpu_seconds)
+        step = TimedStep(state.cycles, took.wall_seconds, took.cpu_seconds)
         self.throttling.after_step(state.step, step, configuration, threads)
 
     def __enter__(self) -> Self:

@@ -145,6 +145,11 @@ class TrainingState:
             }
         ).model_dump(mode="json")
 
+    @property
+    def cycles(self) -> int:
+        """The recursions of the last step."""
+        return cycles_of_step(self.step, self.config.model, self.config.training, self.config.seed)
+
     def advance(self, next_size: Callable[[int], int]) -> tuple[float, StepResult]:
         """Take one step and return its learning rate and result. If it raises, nothing has changed."""
         config = self.config

@@ -53,6 +53,49 @@ def test_recursions_that_become_deeper_are_foreseen(config):
         assert estimator.estimate().about_seconds == pytest.approx(truth, rel=0.06)  # depths are drawn
 
 
+def test_steps_of_different_depth_show_what_deeper_ones_will_cost(tmp_path):
+    """A recursion without gradient is cheap beside the one with it, which is part of the forward pass."""
+    config = run_config(
+        tmp_path,
+        training__max_steps=600,
+        training__supervision="terminal",
+        training__depths={0: 2, 100: 4, 300: 8},
+        evaluation={"every_steps": None},
+    )
+    rows = rows_of(config, lambda step: (0.02, 0.25))
+    for row in rows:
+        steps = range(row["step"] - 4, row["step"] + 1)
+        cycles = [cycles_of_step(step, config.model, config.training, config.seed) for step in steps]
+        row["by_cycles"] = {str(c): [cycles.count(c), cycles.count(c) * (0.25 + 0.02 * c)] for c in {*cycles}}
+        row["spent"] = {"forward": 5 * 0.15 + 0.02 * sum(cycles), "backward": 5 * 0.1}
+    estimator = EtaEstimator(config, METRIC)
+    for row in rows[:-1]:
+        estimator.add([row])
+        if row["step"] >= 60:
+            left = seconds_of(rows, row["step"])
+            assert estimator.estimate().about_seconds == pytest.approx(left, rel=0.08, abs=0.1)
+
+
+DAMAGED = [
+    3,
+    {"two": [1, 1.0]},
+    {"1": 5},
+    {"1": [1, "x"]},
+    {"1": [-5, 1.0]},
+    {"9" * 50: [5, 1.0]},
+    {"2": [4, 1.0]},  # of five steps
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=str)
+def test_damaged_depths_of_a_row_are_ignored(config, damaged):
+    rows = rows_of(config, lambda step: (0.1, 0.2), last=50)
+    expected, found = EtaEstimator(config, METRIC), EtaEstimator(config, METRIC)
+    expected.add(rows)
+    found.add([{**row, "by_cycles": damaged} for row in rows])
+    assert found.estimate() == expected.estimate()
+
+
 def test_another_program_is_taken_into_account_soon_and_forgotten_soon(config):
     rows = rows_of(config, lambda step: (0.25, 0.5) if 200 < step <= 400 else (0.1, 0.2))
     estimator = EtaEstimator(config, METRIC)
