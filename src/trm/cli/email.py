@@ -179,11 +179,20 @@ def learn(
 @json_option
 def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> None:
     """Take back what `trm email learn` learned from the messages of PATHS."""
-    from trm.mail.corrections import key_of
+    from macbook_optimization.errors import DataError
+    from trm.mail.corrections import earlier_key_of, key_of
     from trm.tasks.documents.sources import messages_of
 
+    messages = messages_of(paths, format_named(format_))
     with opened_classifier(run, 1) as classifier:
-        forgotten = classifier.forget(key_of(each.raw) for each in messages_of(paths, format_named(format_)))
+        forgotten = classifier.forget(
+            find(each.raw) for each in messages for find in (key_of, earlier_key_of)
+        )
+    if not forgotten:
+        raise DataError(
+            "There is no correction of these messages to take back.",
+            hint="Give the messages that `trm email learn` was given.",
+        )
     show({"run": str(run), "forgotten": forgotten}, as_json, f"Forgot {counted(forgotten, 'correction')}.")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from macbook_optimization.units import MIB
 from trm.mail.model import MailModel
+from trm.mail.report import use_of
 
 _BUDGETS = (0.005, 0.01, 0.02, 0.05)
 
@@ -121,6 +122,4 @@ def _paths(model: MailModel) -> str:
         return linear
     shape = network.config.model
     sizes = f"{shape.num_layers} layers of width {shape.hidden_size}, at most {network.length} tokens"
-    gate = model.mixture.gate
-    used = f"added with a gate of {gate:g}" if gate else "not used: it did not help on messages kept from it"
-    return f"{linear} Recursive path: {sizes}; {used}."
+    return f"{linear} Recursive path: {sizes}; {use_of(model.mixture.gate)}."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,15 @@ class Correction:
 
 
 def key_of(raw: bytes) -> str:
+    """Return the same key for a message in an mbox, in a Maildir and in a file of its own."""
+    if raw.startswith(b"From "):  # the separator of an mbox
+        raw = raw.partition(b"\n")[2]
+    text = re.sub(rb"^>+(?=From )", b"", raw.replace(b"\r\n", b"\n"), flags=re.MULTILINE)
+    return hashlib.sha256(text.rstrip(b"\n")).hexdigest()
+
+
+def earlier_key_of(raw: bytes) -> str:
+    """Return the key of corrections that earlier versions stored."""
     return hashlib.sha256(raw).hexdigest()
 
 

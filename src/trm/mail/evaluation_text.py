@@ -45,7 +45,8 @@ def _categories(column: ColumnResult) -> Iterator[str]:
     heads = "".join(f"{name:>11}" for name in ("number", "precision", "recall", "F1"))
     yield f"{_cut(f'category ({column.name})', _NAME_WIDTH)}{heads}"
     for each in column.categories:
-        scores = "".join(f"{value:>11.3f}" for value in (each.precision, each.recall, each.f1))
+        values = (each.precision, each.recall, each.f1)
+        scores = "".join(f"{value:>11.3f}" if each.number else f"{'-':>11}" for value in values)
         yield f"{_cut(each.name, _NAME_WIDTH)}{each.number:>11,}{scores}"
 
 
@@ -55,8 +56,9 @@ def _side_by_side(evaluation: Evaluation) -> Iterator[str]:
     heads = [_cut(_SHORT.get(column.name, column.name), width - 1).rstrip() for column in evaluation.columns]
     yield f"{'F1':{_NAME_WIDTH}}{''.join(f'{head:>{width}}' for head in heads)}"
     for place, name in enumerate(evaluation.categories):
-        values = (column.categories[place].f1 for column in evaluation.columns)
-        yield f"{_cut(name, _NAME_WIDTH)}{''.join(f'{value:>{width}.3f}' for value in values)}"
+        found = [column.categories[place] for column in evaluation.columns]
+        values = [f"{each.f1:.3f}" if each.number else "-" for each in found]
+        yield f"{_cut(name, _NAME_WIDTH)}{''.join(f'{value:>{width}}' for value in values)}"
 
 
 def _confusion(column: ColumnResult, categories: Sequence[str]) -> Iterator[str]:

@@ -32,13 +32,15 @@ def explain(model: MailModel, features: Features, count: int = 12) -> tuple[str,
     """Return the rival category, and what had the largest shares for and against the decision.
 
     Shares are in units of the linear scores. What the recursive path added is one share of its own: it reads
-    the tokens in their order, and cannot be divided among them.
+    the tokens in their order, and cannot be divided among them. The last share is that of all other n-grams,
+    so that the shares add up to the distance between the two categories.
     """
     bags = model.bags([features.counts])
     added = np.zeros(len(model.categories))
     if len(model.mixture.needs_recursion(np.exp(model.linear(bags)))):
         added = model.recursive_scores([features.mail])[0]
-    order = np.argsort(-(model.table.scores(bags)[0] + added), kind="stable")
+    scores = model.table.scores(bags)[0]
+    order = np.argsort(-(scores + added), kind="stable")
     best = int(order[0])
     rival = int(order[1])
     columns = bags.indices
@@ -52,7 +54,11 @@ def explain(model: MailModel, features: Features, count: int = 12) -> tuple[str,
             Reason("all tokens in their order", "recursive path", float(added[best] - added[rival]))
         )
         reasons.sort(key=lambda reason: -abs(reason.share))
-    return model.categories[rival], reasons
+    others = float(scores[best] - scores[rival]) - float(shares[largest].sum())
+    num_others = len(shares) - len(largest)
+    constant = "the constant of the category"
+    text = f"{num_others:,} more n-grams and {constant}" if num_others else constant
+    return model.categories[rival], [*reasons, Reason(text, "the rest", others)]
 
 
 def _names(model: MailModel) -> list[str]:

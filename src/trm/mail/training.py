@@ -109,7 +109,8 @@ def _train(
         display.status("Measuring on messages that were held out")
         found = _measure(model, material, parts.held_out, options.max_error)
         seconds = time.monotonic() - started
-        return Report(str(run), material.quality.to_json(), found, drift, seconds)
+        gate = None if model.network is None else model.mixture.gate
+        return Report(str(run), material.quality.to_json(), found, drift, seconds, gate)
 
     report = _save(model, report_on(model), directory, complete=parts.is_validation is None)
     if options.network is None or parts.is_validation is None:
@@ -248,6 +249,8 @@ def _categorised(
         if category is not None:
             rows.append(row)
             items.append(SplitItem(read.message.key, category, mark, mail.date, mail.thread))
+    if not collected.reads:
+        raise DataError("There is no message that can be read", hint="Give a mailbox with messages.")
     if not items:
         raise DataError(
             "No message has a category",

@@ -4,8 +4,11 @@ import shutil
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from letters import letter
 
+from trm.cli import cli
+from trm.mail.corrections import key_of
 from trm.mail.deciding import open_classifier
 from trm.tasks.documents.mailboxes import Message
 
@@ -78,3 +81,30 @@ def test_corrections_of_two_processes_are_both_kept(trained, tmp_path):
     with open_classifier(run) as classifier:
         assert len(classifier.corrections) == 2
         assert categories(classifier, [one, other]) == ["spam", "spam"]
+
+
+def test_a_message_has_one_key_in_an_mbox_a_maildir_and_a_file():
+    alone = b"Subject: s\n\nOnce\nFrom here on\n"
+    separator = b"From a Mon Jan  1 00:00:00 2024\n"
+    in_mbox = separator + b"Subject: s\n\nOnce\n>From here on\n\n"
+    assert (
+        len({key_of(raw) for raw in (alone, in_mbox, separator + alone, alone.replace(b"\n", b"\r\n"))}) == 1
+    )
+    assert key_of(alone) != key_of(alone.replace(b"Once", b"Twice"))
+
+
+@pytest.mark.slow
+def test_a_correction_of_a_file_is_taken_back_through_its_directory_and_only_once(trained, tmp_path):
+    run = copy_of(trained[0], tmp_path)
+    directory = tmp_path / "one"
+    directory.mkdir()
+    file = directory / "message"
+    file.write_bytes(b"From a Mon Jan  1 00:00:00 2024\n" + letter("travel", 1, 5))
+
+    def email(*arguments):
+        return CliRunner().invoke(cli, ["email", *map(str, arguments)])
+
+    assert email("learn", run, "spam", file).exit_code == 0
+    assert "Forgot 1 correction." in email("forget", run, directory).output
+    again = email("forget", run, directory)
+    assert "There is no correction of these messages" in str(again.exception)

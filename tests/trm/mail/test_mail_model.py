@@ -80,17 +80,19 @@ def test_one_category_is_not_enough(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_reasons_add_up_to_the_difference_of_the_scores(trained):
+@pytest.mark.parametrize("count", [3, 10_000])
+def test_the_reasons_add_up_to_the_difference_of_the_scores(trained, count):
     with open_classifier(trained[0]) as classifier:
         ((read, decision),) = classifier.decide([Message("letter", letter("spam", 3, 5))])
-        rival, reasons = explain(classifier.model, read.features, count=10_000)
+        rival, reasons = explain(classifier.model, read.features, count=count)
         table = classifier.model.table
         scores = table.scores(classifier.model.bags([read.features.counts]))[0]
         names = classifier.model.categories
         one, other = names.index(decision.category), names.index(rival)
-    difference = float(scores[one] - scores[other] - (table.bias[one] - table.bias[other]))
+    difference = float(scores[one] - scores[other])
     assert sum(reason.share for reason in reasons) == pytest.approx(difference, abs=1e-5)
-    assert {"subject", "text"} <= {reason.field for reason in reasons}
+    assert reasons[-1].field == "the rest"
+    assert count == 3 or {"subject", "text"} <= {reason.field for reason in reasons}
 
 
 def test_a_page_of_reasons_escapes_hostile_words(trained):
@@ -203,3 +205,18 @@ def test_keys_that_the_mail_decides_about_cannot_be_overridden(tmp_path):
             NetworkOptions(overrides=(override,)).config(tmp_path, 300)
     config = NetworkOptions().config(tmp_path / "Mail #1: [x]", 300)
     assert config.data.path == tmp_path / "Mail #1: [x]" / "dataset"
+
+
+def test_a_mailbox_without_messages_is_named_as_such(tmp_path):
+    (tmp_path / "empty.mbox").touch()
+    with pytest.raises(DataError, match="There is no message that can be read"):
+        train_mail([tmp_path / "empty.mbox"], tmp_path / "run", MailOptions(), Recorder())
+
+
+def test_the_result_says_whether_recursion_is_used(trained):
+    report = trained[1]
+    assert "The recursive path" not in report.text()
+    assert "The recursive path is not used: it did not help" in replace(report, gate=0.0).text()
+    assert "The recursive path is added with a gate of 0.5." in replace(report, gate=0.5).text()
+    held_out = replace(report.held_out, decided=8 / 9, error_of_decided=1 / 8)
+    assert "88.9% decided, 12.5% of those wrong (1 of 8)" in replace(report, held_out=held_out).text()

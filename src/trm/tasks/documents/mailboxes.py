@@ -70,12 +70,31 @@ def read_messages(
     if str(source) == STANDARD_INPUT:
         return islice(read_stream(sys.stdin.buffer, STANDARD_INPUT, format), num_skipped, None)
     path = Path(source)
+    if _is_address(path):
+        return _read_address(path, format)
     found = detect_format(path) if format == "auto" else format
     if start_offset and found not in CONTINUABLE:
         raise DataError(f"{path} is read as {found}, which cannot be continued at byte {start_offset}.")
     if found in ("maildir", "directory"):
         return _read_directory(path, found, num_skipped)
     return islice(_read_file(path, found, start_offset), num_skipped, None)
+
+
+def _is_address(path: Path) -> bool:
+    """Return whether this is the key of a message in a file with several, as `Message.key` has it."""
+    name, mark, place = path.name.rpartition("#")
+    return bool(name and mark) and place.isdecimal() and not path.exists() and path.with_name(name).is_file()
+
+
+def _read_address(address: Path, format: Format) -> Iterator[Message]:
+    name, _, place = address.name.rpartition("#")
+    path = address.with_name(name)
+    found = detect_format(path) if format == "auto" else format
+    messages = _read_file(path, found, int(place) if found == "mbox" else 0)
+    message = next((each for each in messages if each.key == str(address)), None)
+    if message is None:
+        raise DataError(f"{path} has no message {place}.", hint="`trm email classify` shows their numbers.")
+    yield message
 
 
 def read_maildir_folder(directory: Path, root: Path) -> Iterator[Message]:

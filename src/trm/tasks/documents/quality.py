@@ -21,6 +21,7 @@ LANGUAGES: tuple[Language, ...] = ("English", "Turkish", "other", "unknown")
 FEW_MESSAGES = 20  # of a category: too few to learn from
 _UNBALANCED = 20.0  # times as many in the largest category as in the smallest
 _MANY_COPIES = 0.3
+_MANY_WITHOUT_CATEGORY = 0.1  # of all messages
 _SAMPLE_CHARACTERS = 4000
 _MIN_WORDS = 6  # for a guess at the language
 _MIN_SHARE = 0.06  # of all words; it is above 0.2 in running text
@@ -150,6 +151,12 @@ def _warnings(report: QualityReport) -> Iterator[str]:
     if len(report.categories) < 2:
         yield f"{'One category' if report.categories else 'No category'} was found; a classifier needs two."
         return
+    without = report.num_without_category
+    if without > _MANY_WITHOUT_CATEGORY * report.num_messages:
+        yield (
+            f"Without a category: {without:,} of {report.num_messages:,} messages. Such mail is not learned. "
+            "`trm email mapping MAIL --out FILE` writes a mapping of folders and labels to edit."
+        )
     counts = report.categories
     few = [name for name, count in counts.items() if count < FEW_MESSAGES]
     if few:

@@ -228,3 +228,26 @@ def test_tables_name_their_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text, "label": "x"}) + "\n" for text in "ab"))
     assert found(path) == [("a.jsonl#0", "x"), ("a.jsonl#28", "x")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("b.mbox", MBOX), ("d.jsonl", b'{"subject": "a", "body": "b"}\n{"subject": "c", "body": "d"}\n')],
+)
+def test_the_key_of_a_message_is_a_source(tmp_path, name, content):
+    root = write(tmp_path, {name: content})
+    for message in read_messages(root / name):
+        assert [each.raw for each in read_messages(message.key)] == [message.raw]
+
+
+def test_a_number_without_a_message_is_an_error(tmp_path):
+    root = write(tmp_path, {"b.mbox": MBOX, "c.csv": b"subject,body\na,b\n"})
+    with pytest.raises(DataError, match="no message of an mbox at byte 3"):
+        list(read_messages(root / "b.mbox#3"))
+    with pytest.raises(DataError, match=r"c\.csv has no message 99"):
+        list(read_messages(root / "c.csv#99"))
+
+
+def test_a_file_whose_name_has_a_number_sign_is_read(tmp_path):
+    root = write(tmp_path, {"a": EML, "a#1": EML})
+    assert found(root / "a#1") == [("a#1",)]

@@ -89,6 +89,8 @@ def test_the_report_reads_well():
         "Copies       2 exact, 0 nearly the same",
         "Empty        1 without subject and text",
         "Languages    English 3, unknown 1 (a guess from frequent words)",
+        "Warning: Without a category: 1 of 6 messages. Such mail is not learned. "
+        "`trm email mapping MAIL --out FILE` writes a mapping of folders and labels to edit.",
         "Warning: Fewer than 20 messages: work, spam.",
         "Warning: 50% of the messages are copies or near-copies of others.",
     ]
