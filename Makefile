@@ -27,9 +27,10 @@ demo: install
 demo-mail: install
 	@test -d data/sample-mail || $(BIN)/trm email samples data/sample-mail
 	@test -d runs/sample-mail || $(BIN)/trm email train data/sample-mail --run runs/sample-mail
-	@$(BIN)/trm email classify runs/sample-mail data/sample-mail/travel/001.eml data/sample-mail/spam/002.eml
-	@$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
-	@printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
+	$(BIN)/trm email classify runs/sample-mail data/sample-mail/travel/001.eml data/sample-mail/spam/002.eml
+	$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
+	printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
+	@echo 'A question mark stands beside an answer that is unsure; - is standard input.'
 
 # Slow tests share the cores, three at a time because they often wait; those that measure time or fill memory
 # have the machine for themselves.
