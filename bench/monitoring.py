@@ -126,7 +126,8 @@ def logging_seconds(root: Path) -> float:
     for step in range(num_steps):
         for _ in range(16):
             time.monotonic()
-        metrics.add(result, StepTiming(step, 0.02, step * 0.02, 1e-3, 8, 1 + step % 2))  # a row every fifty steps
+        timing = StepTiming(step, 0.02, step * 0.02, 1e-3, 8, cycles=1 + step % 2)
+        metrics.add(result, timing)  # a row every fifty steps
         log.display.update("this step", 8, 16)
         log.display.update("this step", 16, 16)
         log.display.update("training", step, num_steps, f"loss {metrics.loss:.3f}", metrics.speed())

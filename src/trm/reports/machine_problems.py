@@ -133,9 +133,14 @@ def contention(evidence: Evidence, programs: Programs | None = None) -> Finding 
         evidence.step,
         f"Other programs keep {load.other_cores:.1f} of {load.cores} cores busy{_named(load, programs)}; "
         f"training needs {threads} and gets {load.own_cores:.1f}.",
-        "Close other programs, or set plan.threads to the number of cores that they leave free.",
+        _remedy(load, threads),
         f"Up to {threads / max(0.1, threads - taken):.1f} times as fast.",
     )
+
+
+def _remedy(load: Load, threads: int) -> str:
+    free = max(1, int(load.cores - load.other_cores))
+    return f"Close other programs, or set plan.threads={free}." if free < threads else "Close other programs."
 
 
 def _named(load: Load, programs: Programs | None) -> str:

@@ -156,7 +156,7 @@ def trainer_with(tmp_path, dataset, plan, tuner=None):
     config = run_config(dataset)
     log = RunLog(Run(tmp_path), Recorder())
     return Trainer(
-        state=SimpleNamespace(config=config, plan=plan, learner=Learner(), step=3, **NOTHING),
+        state=SimpleNamespace(config=config, plan=plan, learner=Learner(), step=3, cycles=1, **NOTHING),
         checkpointer=None,
         best=None,
         resources=Resources(config, plan, log, lambda: False),
