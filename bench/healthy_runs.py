@@ -2,11 +2,14 @@
 
 Nothing is expected, on a machine that does nothing else. Each recipe is trained for some minutes by
 `trm train`; a watchdog in this process reads the run directory every 5 seconds, as the command itself does.
-A run that ends early, because it reaches its target, is followed by one with another seed.
+A run that ends early, because it reaches its target, is followed by one with another seed. `KEY=VALUE` after
+a recipe, in the same argument and separated by spaces, overrides a key, such as the data of a recipe that
+does not generate its own.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -68,8 +71,9 @@ class Watched:
         self.findings += found
 
 
-def train_recipe(recipe: str, overrides: list[str], scratch: Path, seconds: float) -> list[Watched]:
+def train_recipe(words: str, scratch: Path, seconds: float) -> list[Watched]:
     """Train a recipe for this long, with as many seeds as that takes."""
+    recipe, *overrides = shlex.split(words)
     build = load_config(recipe, overrides).data.path
     data = [] if build.exists() else [f"data.path={scratch / 'data' / recipe}"]
     watched: list[Watched] = []
@@ -89,7 +93,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("recipes", nargs="*", default=RECIPES, help=f"default: {' '.join(RECIPES)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="per recipe (default: 10)")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for all recipes")
     parser.add_argument("--out", type=Path, help="file to write all findings to, as JSON")
     return parser.parse_args()
 
@@ -100,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in arguments.recipes:
             sys.stdout.write(f"{recipe}\n")
-            watched = train_recipe(recipe, arguments.set, Path(scratch), 60 * arguments.minutes)
+            watched = train_recipe(recipe, Path(scratch), 60 * arguments.minutes)
             steps = sum(each.history.step for each in watched)
             found = [finding for each in watched for finding in each.findings]
             rows = sum(len(each.history.recent_resources) for each in watched)

@@ -254,29 +254,6 @@ def test_a_compiled_block_is_for_one_size_and_one_number_of_threads(size, thread
     assert bool(seen) == used
 
 
-@pytest.mark.slow
-def test_a_compiled_block_learns_the_same(tmp_path, monkeypatch):
-    """The block of candidates, whose hidden units are pooled in place, forward and backward."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    config = model_config(**VARIANTS["candidates"])
-    plain = make_learner(config, workers=2)
-    compiled = make_learner(config, workers=2)
-    compiled.reconfigure(replace(compiled.execution, compiled_size=4))
-    calls = []
-    inner = compiled.model.L_level.compiled
-    compiled.model.L_level.compiled = lambda x, angles: calls.append(x.shape[1]) or inner(x, angles)
-    for step in (1, 2):
-        expected = take_step(plain, step, micro_batch_size=4).loss
-        assert take_step(compiled, step, micro_batch_size=4).loss == pytest.approx(expected, rel=1e-5)
-    assert set(calls) == {2}
-    for name, weight in plain.parameters.items():
-        torch.testing.assert_close(compiled.parameters[name], weight, rtol=1e-4, atol=1e-5, msg=name)
-    calls.clear()
-    compiled.reconfigure(replace(compiled.execution, compiled_size=None))
-    take_step(compiled, 3, micro_batch_size=4)
-    assert not calls
-
-
 def test_a_compiler_that_fails_is_a_compilation_error_and_changes_nothing(monkeypatch):
     def no_compiler(*arguments, **settings):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found")

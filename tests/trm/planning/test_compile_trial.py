@@ -5,7 +5,9 @@ import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny import SPEC, TRM, Recorder
 
 from macbook_optimization.children import run_in_child
@@ -138,9 +140,9 @@ def test_the_trial_takes_two_recursions(recipe):
     assert config.model.L_cycles == 1
 
 
-def start(directory, *arguments, **variables):
+def start(directory, *arguments, run="run", **variables):
     # One layer, because most of the time goes to the compiler.
-    command = [TRM, "train", "sudoku-6x6", *OVERRIDES, "model.H_layers=1", *arguments, "--run", "run"]
+    command = [TRM, "train", "sudoku-6x6", *OVERRIDES, "model.H_layers=1", *arguments, "--run", run]
     cache = {"TRM_CACHE_DIR": str(directory / "cache")}
     return subprocess.run(
         command, cwd=directory, env={**os.environ, **cache, **variables}, capture_output=True, text=True,
@@ -148,13 +150,23 @@ def start(directory, *arguments, **variables):
     )  # fmt: skip
 
 
+def newest_weights(run):
+    return run / "checkpoints" / "step-00000003" / "weights.safetensors"
+
+
 @pytest.mark.slow
-def test_a_real_run_compiles_on_request_and_works_without_a_compiler(tmp_path, monkeypatch):
-    by_hand = "plan.threads=2", "plan.micro_batch_size=8", "plan.compile=true"
+def test_a_real_run_compiles_on_request_learns_the_same_and_works_without_a_compiler(tmp_path, monkeypatch):
+    """The block of candidates, whose hidden units are pooled in place, forward and backward."""
+    plain = "plan.threads=2", "plan.workers=2", "plan.micro_batch_size=8"
+    by_hand = *plain, "plan.compile=true"
     done = start(tmp_path, *by_hand, "--max-steps", "3")
     assert done.returncode == 0, done.stderr
     assert "The compiled block is in use from step 2 on (set by hand)." in done.stderr
     assert any(row["event"] == "compiled" for row in Run(tmp_path / "run").rows(EVENTS))
+    assert start(tmp_path, *plain, "--max-steps", "3", run="plain").returncode == 0
+    weights = load_file(newest_weights(tmp_path / "run"))
+    for name, expected in load_file(newest_weights(tmp_path / "plain")).items():
+        np.testing.assert_allclose(weights[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
     monkeypatch.chdir(tmp_path)
     run = Run(tmp_path / "run")
     gain = run_in_child(  # whether it is faster here is for the measurement to find out

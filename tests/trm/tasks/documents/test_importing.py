@@ -401,16 +401,16 @@ print(status("VmHWM") - before, children - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_texts_and_attachments_are_not_held_in_memory(tmp_path):
-    """Measured: 32 MiB. With all texts in memory it was 233 MiB."""
+    """Measured: 29 MiB, and 32 MiB for twice as much mail, of which all texts in memory took 233 MiB."""
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS["Work"], 2500)) for _ in range(100)]
     head = "Subject: {}\nX-Gmail-Labels: {}\nContent-Type: {}\n\n"
-    raws = [head.format(n, list(WORDS)[n % 2], "text/plain") + f"{texts[n % 100]} {n}\n" for n in range(1500)]
-    attached = [head.format(n, "Work", "application/pdf") + "abcdefgh\n" * 2**17 for n in range(20)]
+    raws = [head.format(n, list(WORDS)[n % 2], "text/plain") + f"{texts[n % 100]} {n}\n" for n in range(750)]
+    attached = [head.format(n, "Work", "application/pdf") + "abcdefgh\n" * 2**17 for n in range(10)]
     source = write_mbox(tmp_path / "all.mbox", [raw.encode() for raw in raws + attached])
-    assert source.stat().st_size > 40 * 2**20
+    assert source.stat().st_size > 20 * 2**20
     paths = [path for path in sys.path if Path(path).is_dir()]
     command = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / "set"), *paths]
     own, worker = map(int, subprocess.run(command, capture_output=True, check=True).stdout.split())
-    assert own < 100
+    assert own < 70
     assert worker < 256
