@@ -129,12 +129,15 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents, and sync each so that all of them survive a power failure."""
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Create a directory and its parents, and sync each so that all of them survive a power failure.
+
+    `mode` is that of the directory itself, less the umask.
+    """
     missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
     for directory in reversed(missing):
         try:
-            os.mkdir(directory)
+            os.mkdir(directory, mode if directory == path else 0o777)
         except FileExistsError:
             if not directory.is_dir():  # a directory means that another process created it first
                 raise

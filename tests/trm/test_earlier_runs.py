@@ -89,7 +89,7 @@ def test_earlier_runs_are_listed_with_their_metric(earlier):
     found = {run.path: run for run in list_runs(Path())}
     assert set(found) == set(RESUMED_AFTER)
     for run in found.values():
-        assert (run.state, run.step, run.max_steps, run.accuracy) == ("done", 20, 20, 0.0)
+        assert (run.state, run.step, run.max_steps, run.accuracy) == ("finished", 20, 20, 0.0)
         assert run.seconds > 0
     assert {name: run.primary_metric for name, run in found.items()} == {
         "candidates": "exact_accuracy",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from macbook_optimization.output_files import check_new_directory
+from macbook_optimization.terminal_text import align
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, json_option, show, showing
 from trm.cli.email_classify import classify, explain, filter_message, serve
@@ -174,20 +176,47 @@ def learn(
 
 @email.command()
 @click.argument("run", type=PATH)
+@click.argument("paths", nargs=-1, type=SOURCES)
+@format_option
+@json_option
+def corrections(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> None:
+    """List what `trm email learn` was taught, or only what it was taught about the messages of PATHS.
+
+    The text of a message is not kept, so it is listed by its hash; with PATHS, by its path.
+    """
+    from trm.mail.corrections import load_corrections, summarise
+    from trm.mail.loading import model_directory
+    from trm.mail.model import load_model
+
+    directory = model_directory(run)
+    model = load_model(directory)
+    found = summarise(model, load_corrections(directory, len(model.vocabulary.idf)))
+    names = _names_by_key(paths, format_) if paths else {each.key: each.key[:12] for each in found}
+    listed = [each for each in found if each.key in names]
+    facts = [{**asdict(each), "path": names[each.key] if paths else None} for each in listed]
+    rows = [[names[each.key], each.category, f"instead of {each.before}"] for each in listed]
+    show(facts, as_json, "\n".join(align(rows)) or "There are no corrections.")
+
+
+def _names_by_key(paths: tuple[str, ...], format_: str) -> dict[str, str]:
+    from trm.mail.corrections import earlier_key_of, key_of
+    from trm.tasks.documents.sources import messages_of
+
+    messages = messages_of(paths, format_named(format_))
+    return {find(each.raw): each.key for each in messages for find in (key_of, earlier_key_of)}
+
+
+@email.command()
+@click.argument("run", type=PATH)
 @click.argument("paths", nargs=-1, required=True, type=SOURCES)
 @format_option
 @json_option
 def forget(run: Path, paths: tuple[str, ...], format_: str, as_json: bool) -> None:
     """Take back what `trm email learn` learned from the messages of PATHS."""
     from macbook_optimization.errors import DataError
-    from trm.mail.corrections import earlier_key_of, key_of
-    from trm.tasks.documents.sources import messages_of
 
-    messages = messages_of(paths, format_named(format_))
     with opened_classifier(run, 1) as classifier:
-        forgotten = classifier.forget(
-            find(each.raw) for each in messages for find in (key_of, earlier_key_of)
-        )
+        forgotten = classifier.forget(_names_by_key(paths, format_))
     if not forgotten:
         raise DataError(
             "There is no correction of these messages to take back.",

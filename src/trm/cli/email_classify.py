@@ -26,6 +26,8 @@ from trm.cli.email_options import (
     jobs_option,
     num_jobs,
     opened_classifier,
+    page_facts,
+    page_line,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def classify(
 
         for read, decision in classifier.decide(messages_of(paths, format_named(format_)), max_error):
             answer = answer_of(read, decision)
-            show(answer.to_json(), as_json, answer.text(read.features.mail.subject))
+            show(answer.to_json(), as_json, answer.text())
 
 
 @click.command("filter")
@@ -173,8 +175,9 @@ def explain(
         **answer_of(read, decision).to_json(),
         "rival": rival,
         "reasons": [asdict(reason) for reason in reasons],
+        **page_facts(html),
     }
-    show(facts, as_json, as_text(decision, rival, reasons))
+    show(facts, as_json, as_text(decision, rival, reasons) + page_line(html))
 
 
 @click.command()

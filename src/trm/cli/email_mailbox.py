@@ -20,6 +20,8 @@ from trm.cli.email_options import (
     jobs_option,
     mapping_option,
     opened_classifier,
+    page_facts,
+    page_line,
 )
 
 if TYPE_CHECKING:
@@ -250,8 +252,15 @@ def evaluate(
     result = compare(compared.columns, compared.labels, model.categories)
     if html is not None:
         html.write(as_html(f"{run} on {', '.join(paths)}", result).encode(errors="backslashreplace"))
-    facts = {"run": str(run), "paths": list(paths), **result.to_json(), **compared.counts()}
-    show(facts, as_json, "\n".join([*_left_out(compared), as_text(result)]))
+    facts = {
+        "run": str(run),
+        "paths": list(paths),
+        **result.to_json(),
+        **compared.counts(),
+        **page_facts(html),
+    }
+    text = "\n".join([*_left_out(compared), as_text(result)])
+    show({**facts, **page_facts(html)}, as_json, text + page_line(html))
 
 
 def _left_out(compared: Comparable) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from macbook_optimization.output_files import OutputFile
 from trm.cli.common import PATH, set_environment
 
 if TYPE_CHECKING:
@@ -68,3 +69,12 @@ def format_named(name: str) -> Format:
     from trm.tasks.documents.mailboxes import FORMATS
 
     return next(each for each in FORMATS if each == name)
+
+
+def page_facts(page: OutputFile | None) -> dict[str, str]:
+    """Return where a page was written, as a part of the result."""
+    return {} if page is None else {"html": str(page.path)}
+
+
+def page_line(page: OutputFile | None) -> str:
+    return "" if page is None else f"\nPage: {page.path}"

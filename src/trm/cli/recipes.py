@@ -36,12 +36,14 @@ def recipes(context: click.Context, as_json: bool) -> None:
 
 @recipes.command("show")
 @click.argument("name")
-def show_recipe(name: str) -> None:
+@json_option
+def show_recipe(name: str, as_json: bool) -> None:
     """Print the YAML of the recipe NAME."""
-    from trm.config.recipes import find_shipped_recipe, read_recipe
+    from trm.config.recipes import find_shipped_recipe, read_recipe, summarise_recipe
 
     source = find_shipped_recipe(name)
-    show(None, False, read_recipe(source).rstrip())
+    text = read_recipe(source)
+    show({**asdict(summarise_recipe(name, source)), "yaml": text}, as_json, text.rstrip())
     _warn_of_problem(name, source)
 
 

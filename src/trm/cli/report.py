@@ -27,7 +27,7 @@ REPORT = FileKind("a report", _is_report)
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=PATH, required=False, metavar="RUN")
 @click.option(
     "--out", type=OutputOption(REPORT), help="File to write [default: RUN/report.html; Markdown is printed]."
 )
@@ -54,8 +54,10 @@ REPORT = FileKind("a report", _is_report)
 @click.option("--trackio", is_flag=True, help="Also add the run to the local database of trackio.")
 @force_option
 @json_option
+@click.pass_context
 def report(
-    run: Path,
+    context: click.Context,
+    run: Path | None,
     out: OutputFile | None,
     form: str,
     examples: bool | None,
@@ -69,6 +71,7 @@ def report(
     The page has curves, the time by activity, the plan and its reasons, resources beside their targets, and
     advice. It is one file that loads nothing. With --json, nothing is written without --out.
     """
+    run, tensorboard = _run_and_directory(context, run, tensorboard)
     with showing("Reading the run") as display:
         from trm.reports.facts import gather, open_reported_run
         from trm.reports.markdown import as_markdown
@@ -108,9 +111,21 @@ def report(
         show({**found.to_json(), "written": written}, as_json, "\n".join(lines))
 
 
+def _run_and_directory(
+    context: click.Context, run: Path | None, tensorboard: str | None
+) -> tuple[Path, str | None]:
+    """Return the run and the directory for TensorBoard; in `--tensorboard RUN`, the option has no value."""
+    if run is not None:
+        return run, tensorboard
+    if not tensorboard:
+        name = context.command.params[0]
+        raise click.MissingParameter(ctx=context, param=name)
+    return Path(tensorboard), ""
+
+
 def _examples(run: Run, wanted: bool | None) -> Examples:
     from trm.reports.examples import find_examples, no_examples
-    from trm.reports.run_state import is_locked
+    from trm.runs.state import is_locked
 
     if wanted is False:
         return no_examples("They were switched off by --no-examples.")

@@ -89,7 +89,7 @@ def _outcome_facts(outcome: Outcome) -> JsonObject:
 
 
 def _outcome_text(outcome: Outcome) -> str:
-    from trm.runs.listing import metric_label, primary_metric
+    from trm.runs.metric import metric_label, primary_metric
 
     why = {
         "target": "Reached the target",

@@ -47,7 +47,7 @@ def _follow(watched: Watched) -> None:
     with ProgressDisplay() as display:
         display.panel(watched)
         printed_at = time.monotonic()
-        while watched.view.state() != "finished":
+        while not watched.view.state.has_ended:
             time.sleep(INTERVAL_SECONDS)
             watched.update()
             if display.is_live:

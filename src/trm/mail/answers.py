@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trm.mail.reading import Read
 
 
+MAX_SUBJECT = 200  # characters in an answer
+
+
 class Choice(NamedTuple):
     category: str
     confidence: float
@@ -32,6 +35,7 @@ class Answer:
     unsure: bool
     verdict: str  # parsed, truncated or skipped
     reason: str | None
+    subject: str = ""  # its beginning
 
     @property
     def choice(self) -> Choice | None:
@@ -42,12 +46,12 @@ class Answer:
     def to_json(self) -> JsonObject:
         return asdict(self)
 
-    def text(self, subject: str = "") -> str:
+    def text(self) -> str:
         if self.category is None or self.confidence is None:
             return one_line(f"{'skipped':16} {'':6}  {self.path}  ({self.reason})")
         mark = "?" if self.unsure else " "
         line = f"{self.category:16} {self.confidence:6.1%}{mark} {self.path}"
-        return one_line(f"{line}  {subject[:60]}" if subject else line)
+        return one_line(f"{line}  {self.subject[:60]}" if self.subject else line)
 
 
 def answer_of(read: Read, decision: Decision | None) -> Answer:
@@ -59,6 +63,7 @@ def answer_of(read: Read, decision: Decision | None) -> Answer:
         unsure=decision is None or decision.unsure,
         verdict=mail.verdict,
         reason=mail.reason or None,
+        subject=mail.subject[:MAX_SUBJECT],
     )
 
 

@@ -57,6 +57,28 @@ def earlier_key_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class CorrectionSummary:
+    """A correction for its owner: the message is known by its hash alone."""
+
+    key: str
+    category: str
+    before: str  # what the linear path says without corrections
+    ngrams: int  # of the message, in the vocabulary
+
+
+def summarise(model: MailModel, corrections: Sequence[Correction]) -> list[CorrectionSummary]:
+    return [
+        CorrectionSummary(
+            key=each.key,
+            category=model.categories[each.category],
+            before=model.categories[int(each.scores.argmax())],
+            ngrams=len(each.columns),
+        )
+        for each in corrections
+    ]
+
+
 def check_category(model: MailModel, category: str) -> None:
     if category not in model.categories:
         raise DataError(

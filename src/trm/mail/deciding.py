@@ -54,11 +54,8 @@ class Classifier:
         """Yield each message with its decision, in order; None for one that was skipped."""
         reads = read_features(messages, self.pool)
         while batch := list(islice(reads, _BATCH_SIZE)):
-            bags = self.model.bags([read.features.counts for read in batch])
-            mails = [read.features.mail for read in batch]
-            for read, decision in zip(
-                batch, self.model.decide(bags, mails, max_error, full=self.full), strict=True
-            ):
+            decisions = self.model.decide([read.features for read in batch], max_error, full=self.full)
+            for read, decision in zip(batch, decisions, strict=True):
                 yield read, None if read.features.mail.verdict == "skipped" else decision
 
     def compare(
@@ -72,7 +69,8 @@ class Classifier:
             columns = self.model.columns(bags, [read.features.mail for read in batch])
             for row, read in enumerate(batch):
                 said = {name: found[row] for name, found in columns.items()}
-                decided = bool(said[self.model.main_column].max() >= threshold)
+                is_confident = bool(said[self.model.main_column].max() >= threshold)
+                decided = is_confident and self.model.knows(read.features.counts)
                 yield read, None if read.features.mail.verdict == "skipped" else Compared(said, decided)
 
     def learn(self, messages: Iterable[Message], category: str) -> tuple[int, int]:

@@ -33,8 +33,7 @@ class MailClassifier:
         for number, each in enumerate(features, start=1):
             if each.mail.verdict == "skipped":
                 raise DataError(f"Message {number} cannot be classified: {each.mail.reason}")
-        bags = self.model.bags([each.counts for each in features])
-        return self.model.decide(bags, [each.mail for each in features], max_error)
+        return self.model.decide(features, max_error)
 
 
 def load_mail(path: str | Path) -> MailClassifier:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from macbook_optimization.durable_files import make_directory
 from macbook_optimization.errors import DataError, RunError
 from trm.arrays import BoolArray, IntArray
 from trm.display import Display
@@ -30,7 +31,13 @@ from trm.mail.report import HeldOut, Report
 from trm.runs.directory import MAIL, is_free, only_trainer
 from trm.tasks.documents.bags import MIN_DOCUMENTS, Corpus
 from trm.tasks.documents.duplicates import Fingerprint, find_duplicates
-from trm.tasks.documents.labels import CategoryMap, LabelCounts, category_of, default_map
+from trm.tasks.documents.labels import (
+    CategoryMap,
+    LabelCounts,
+    category_of,
+    default_map,
+    describe_unused,
+)
 from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.mailboxes import Format
 from trm.tasks.documents.parse_pool import ParsePool
@@ -112,6 +119,7 @@ def _train(
         gate = None if model.network is None else model.mixture.gate
         return Report(str(run), material.quality.to_json(), found, drift, seconds, gate)
 
+    make_directory(run, mode=0o700)  # its dataset holds tokens, from which the mail could be read
     report = _save(model, report_on(model), directory, complete=parts.is_validation is None)
     if options.network is None or parts.is_validation is None:
         if options.network is not None:
@@ -224,6 +232,9 @@ def _read(sources: Sequence[str | Path], options: MailOptions, display: Display)
     with ParsePool(partial(training_features_of, num_tokens=num_tokens), options.jobs) as pool:
         for read in read_features(messages_of(sources, options.format, display.update), pool):
             collected.add(read)
+    if options.mapping is not None:
+        for problem in describe_unused(options.mapping, collected.label_counts):
+            display.message(f"warning: {problem}")
     quality, rows, items = _categorised(collected, options)
     categories = tuple(sorted(quality.categories))
     labels = np.array([categories.index(item.category) for item in items], dtype=np.int64)

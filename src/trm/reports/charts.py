@@ -91,8 +91,7 @@ def _draw(figure: Figure, chart: Chart) -> None:
         line.set_gid(f"mark-{place}")
     num_drawn = 0
     for series in chart.series:
-        color = _SERIES[-1] if series.style == "faint" else _SERIES[num_drawn % len(_SERIES)]
-        _draw_series(axes, series, color)
+        _draw_series(axes, series, _SERIES[num_drawn % len(_SERIES)])
         num_drawn += series.style != "raw"  # its average has the same colour
     for limit in chart.limits:
         axes.axhline(limit.y, color=_LIMIT, linewidth=1.2, linestyle=(0, (6, 3)), label=one_line(limit.name))
@@ -107,7 +106,7 @@ def _draw(figure: Figure, chart: Chart) -> None:
 
 
 def _draw_series(axes: Axes, series: Series, color: str) -> None:
-    is_faint = series.style in ("faint", "raw")
+    is_faint = series.style == "raw"
     has_points = series.style == "points" and len(series.x) <= 60
     axes.plot(
         series.x,

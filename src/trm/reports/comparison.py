@@ -18,11 +18,10 @@ from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonObject
 from trm.config import RunConfig
 from trm.reports.differences import Difference, differences, machine_facts, plan_facts
-from trm.reports.history import History, number, read_history
+from trm.reports.history import History, read_history
 from trm.runs.directory import Run
-from trm.runs.events import Stopped
-from trm.runs.listing import primary_metric
-from trm.runs.rows import EvalRow
+from trm.runs.metric import primary_metric
+from trm.runs.rows import EvalRow, number
 
 LOSS = "loss"
 NUM_ROWS = 8  # of the table
@@ -57,7 +56,7 @@ class RunCurves:
     examples: int | None  # of the last evaluation
     samples_per_second: float | None  # median over the rows
     step_seconds: float | None  # mean
-    peak_bytes: int | None
+    peak_bytes: int | None  # over all starts
 
     @property
     def is_empty(self) -> bool:
@@ -77,7 +76,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Both runs after the same number of steps. None where nothing was recorded until then."""
+    """Both runs after the same number of steps. None where nothing was recorded until then.
+
+    A loss is the mean over the rows of a tenth of the steps before: that of a single row is noisy.
+    """
 
     step: int
     losses: tuple[float | None, float | None]
@@ -155,7 +157,7 @@ def _read_curves(run: Run, config: RunConfig) -> RunCurves:
         examples=counts[-1] if counts else None,
         samples_per_second=median(rates) if rates else None,
         step_seconds=seconds / step if step else None,
-        peak_bytes=_peak_bytes(history),
+        peak_bytes=int(history.peak_bytes) if math.isfinite(history.peak_bytes) else None,
     )
 
 
@@ -181,12 +183,6 @@ def _evaluations(history: History) -> dict[str, list[Point]]:
             if all(map(math.isfinite, point)) and 0 <= point.value <= 1:
                 found.setdefault(str(name), []).append(point)
     return found
-
-
-def _peak_bytes(history: History) -> int | None:
-    reported = [number(row.get("peak_bytes")) for row in history.events if row.get("event") == Stopped.name]
-    known = [size for size in (*reported, *history.train["rss_bytes"]) if math.isfinite(size)]
-    return int(max(known)) if known else None
 
 
 def _choose_metric(
@@ -273,7 +269,7 @@ def _table(a: RunCurves, b: RunCurves, metric: str | None) -> list[TableRow]:
     return [
         TableRow(
             step,
-            losses=(_loss_at(a, step), _loss_at(b, step)),
+            losses=(_value_until(a.losses, LOSS, "step", step), _value_until(b.losses, LOSS, "step", step)),
             metrics=(_metric_at(a, metric, step), _metric_at(b, metric, step)),
         )
         for step in whole
@@ -284,11 +280,6 @@ def _thinned(steps: Sequence[float]) -> list[float]:
     if len(steps) <= NUM_ROWS:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
-
-
-def _loss_at(run: RunCurves, step: int) -> float | None:
-    until = [point for point in run.losses if point.step <= step]
-    return until[-1].value if until else None
 
 
 def _metric_at(run: RunCurves, metric: str, step: int) -> float | None:

@@ -10,7 +10,7 @@ from macbook_optimization.terminal_text import align, one_line
 from macbook_optimization.units import MIB, counted
 from trm.reports.comparison import LOSS, Comparison, Point, RunCurves, Verdict
 from trm.reports.differences import Difference
-from trm.runs.listing import metric_label
+from trm.runs.metric import metric_label
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#@"  # for a terminal that has no others

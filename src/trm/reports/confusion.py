@@ -9,9 +9,9 @@ from pathlib import Path
 
 from macbook_optimization.input_files import read_json
 from macbook_optimization.units import MIB
-from trm.reports.history import History, number
+from trm.reports.history import History
 from trm.runs.directory import DATASET, MAIL
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
 
 MAX_CATEGORIES = 60  # of a table that is shown in full
 _MAX_BYTES = 64 * MIB

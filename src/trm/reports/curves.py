@@ -17,9 +17,10 @@ from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import GIB
 from trm.arrays import FloatArray
 from trm.reports.event_text import describe_event
-from trm.reports.history import History, number
-from trm.runs.listing import metric_label
-from trm.runs.rows import Row
+from trm.reports.history import History
+from trm.runs.events import STARTS
+from trm.runs.metric import metric_label
+from trm.runs.rows import Row, number
 
 MAX_CHART_POINTS = 400
 MAX_MARKS = 40  # of a group, in a chart
@@ -29,8 +30,9 @@ _LOG_RATIO = 50.0  # of the largest to the smallest value, from which the axis i
 _LARGEST = 1e30  # value that is drawn
 _MIN_GAP_SECONDS = 120.0
 _GAP_SPACINGS = 10.0  # a gap is this many times the usual distance of rows
+_GAP_AT_START = 3.0  # likewise, where a start is known to have ended it; rows come once per second at most
 
-Style = Literal["line", "points", "faint", "raw"]  # raw: the values of which the next series is an average
+Style = Literal["line", "points", "raw"]  # raw: the values of which the next series is an average
 MarkGroup = Literal["start", "plan", "pause", "learning", "problem"]
 MARK_GROUPS: dict[MarkGroup, str] = {
     "start": "start, resume or stop",
@@ -159,8 +161,28 @@ class Clock:
         self.elapsed: FloatArray = np.zeros(len(times))
         if len(times) > 1:
             spaces = np.diff(self.times)
-            longest = max(_MIN_GAP_SECONDS, _GAP_SPACINGS * float(np.median(spaces)))
-            self.elapsed[1:] = np.cumsum(np.where(spaces > longest, 0.0, spaces))
+            usual = float(np.median(spaces))
+            longest = max(_MIN_GAP_SECONDS, _GAP_SPACINGS * usual)
+            is_gap = spaces > longest
+            is_gap[self._gaps_before_starts(history, spaces, _GAP_AT_START * max(1.0, usual))] = True
+            self.elapsed[1:] = np.cumsum(np.where(is_gap, 0.0, spaces))
+
+    def _gaps_before_starts(self, history: History, spaces: FloatArray, shortest: float) -> list[int]:
+        """Return the widest space between each start and the last training row before it, where it is wide.
+
+        The start itself is recorded seconds after its first sample of the machine: PyTorch is loaded first.
+        """
+        trained = np.array([time for time in history.train["time"] if math.isfinite(time)])
+        starts = (number(event.get("time")) for event in history.events if event.get("event") in STARTS)
+        found = []
+        for start in filter(math.isfinite, starts):
+            before = trained[trained <= start]
+            begin = int(np.searchsorted(self.times, before[-1])) if len(before) else 0
+            end = int(np.searchsorted(self.times, start))
+            window = spaces[begin:end]
+            if len(window) and window.max() > shortest:
+                found.append(begin + int(window.argmax()))
+        return found
 
     @property
     def total(self) -> float:
@@ -264,7 +286,7 @@ def _cpu_series(history: History, scales: Scales, x: Sequence[float], cpu: Seque
     own = _smoothed("trainer", x, [value / cores for value in cpu])
     if not len(history.resources) or scales.num_cores is None:
         return own
-    return [*own, *_series("all programs", x, history.resources["machine_cpu_percent"], "faint")]
+    return [*own, *_smoothed("all programs", x, history.resources["machine_cpu_percent"])[-1:]]
 
 
 def _time_unit(total_seconds: float) -> tuple[str, float]:

@@ -14,8 +14,8 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import MIB, counted
 from trm.config import RunConfig
 from trm.plan import Plan
-from trm.reports.history import number
 from trm.reports.wording import NOT_REPORTED, significant, size
+from trm.runs.rows import number
 
 _MAX_BYTES = MIB
 

@@ -30,7 +30,7 @@ from trm.reports.other_programs import Snapshot, compare, take_snapshot
 from trm.reports.speed_problems import data_starvation, slower_run, slower_steps
 from trm.reports.thresholds import Thresholds
 from trm.runs.directory import Run
-from trm.runs.listing import primary_metric
+from trm.runs.metric import primary_metric
 
 Diagnose = Callable[[Evidence], Finding | None]
 INDEPENDENT: tuple[Diagnose, ...] = (memory_leak, instability, plateau)
@@ -58,11 +58,16 @@ def find_problems(evidence: Evidence, earlier: EarlierRun | None = None) -> list
 
 
 def diagnose(run: Run, history: History) -> list[Finding]:
-    """Return the problems that a run has at its end. A monitor recorded earlier ones as events."""
+    """Return the problems that a run has at its end. A monitor recorded earlier ones as events.
+
+    Contention is left to those events: only while a run is trained can other programs be told from what
+    `trm train` itself started, and be named.
+    """
     config = run.config
     evidence = Evidence(config, metric=metric_of(run))
     evidence.update(history)
-    return find_problems(evidence, find_earlier_run(run, config, evidence.plan))
+    found = find_problems(evidence, find_earlier_run(run, config, evidence.plan))
+    return [finding for finding in found if finding.kind != CONTENTION]
 
 
 def metric_of(run: Run) -> str | None:

@@ -10,9 +10,8 @@ from macbook_optimization.errors import LaptopError
 from macbook_optimization.units import MIB
 from trm.config import RunConfig
 from trm.plan import Plan
-from trm.reports.history import number
 from trm.runs.directory import METRICS, RESOURCES, Run, is_run
-from trm.runs.rows import Row, kind_of
+from trm.runs.rows import Row, kind_of, number
 
 MAX_BYTES = 8 * MIB  # of metrics that are read to find out: about four hours of training
 MAX_RUNS = 20  # beside this one that are looked at, the newest first

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trm.config import RunConfig
-from trm.reports.history import number
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
 from trm.schedule import cycles_of_step, value_at
 
 HALF_LIFE_SHARE = 0.03  # of the time that the run takes: half of the weight is on steps newer than this

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from macbook_optimization.units import counted
 from trm.runs.events import (
     Advised,
     BatchGrown,
     BatchShrunk,
     CompileTried,
     CoolingBreak,
+    Crashed,
     Damaged,
     DataMapped,
     DataOpened,
@@ -43,7 +45,6 @@ _REASONS = {
     "interrupted": "interrupted",
 }
 _TEMPLATES: Mapping[str, str] = {
-    PlanChosen.name: "plan: {accumulation_steps} x {micro_batch_size} examples, {threads} threads",
     Resumed.name: "resumed after step {step}",
     Restarted.name: "the trainer {cause}; it started again",
     Extended.name: "extended to step {last_step}",
@@ -73,6 +74,14 @@ _TEMPLATES: Mapping[str, str] = {
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
     Stopped.name: lambda row: (
         f"stopped after step {row['step']}: {_REASONS.get(row['reason'], row['reason'])}"
+    ),
+    PlanChosen.name: lambda row: (
+        f"plan: {row['accumulation_steps']} x {row['micro_batch_size']} examples, "
+        f"{counted(row['threads'], 'thread')}"
+    ),
+    Crashed.name: lambda row: (
+        f"the start before crashed after step {row['reported_step']}; resumed from step {row['step']}, "
+        f"{counted(row['repeated_steps'], 'step')} repeated"
     ),
     CompileTried.name: lambda row: _describe_compilation(row),
 }

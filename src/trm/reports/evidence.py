@@ -14,21 +14,20 @@ from dataclasses import dataclass, field
 
 from trm.config import RunConfig
 from trm.plan import Plan
-from trm.reports.history import NUM_RECENT, History, number
+from trm.reports.history import NUM_RECENT, History
 from trm.reports.samples import Load, Regime, Sample, last_rows, sample_of, summarise
 from trm.reports.thresholds import Thresholds
 from trm.runs import events
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
 from trm.schedule import value_at
 
 MAX_STEP = 2**53  # a larger one is damage
 MAX_STEPS_PER_ROW = 100_000  # likewise
 MAX_FIRST_STEPS = 100  # in the first row, or its loss is that of a model that has learned already
 NUM_FIRST_ROWS = 3  # whose loss is the loss at the beginning of a run
-STARTS = (events.Resumed.name, events.Restarted.name)
 # Events after which a step may take another time, or the loss may be another one.
 CHANGES = (
-    *STARTS,
+    *events.STARTS,
     events.PlanChosen.name,
     events.BatchShrunk.name,
     events.BatchGrown.name,
@@ -81,7 +80,7 @@ class Evidence:
         self._num_events = total
         changes = [event for event in self.history.events if event.get("event") in CHANGES]
         self._changes = [number(event.get("time")) for event in changes]
-        self._starts = [number(event.get("time")) for event in changes if event["event"] in STARTS]
+        self._starts = [number(event.get("time")) for event in changes if event["event"] in events.STARTS]
         plans = [event for event in changes if event["event"] == events.PlanChosen.name]
         if plans:
             self.plan = _plan_of(plans[-1]) or self.plan

@@ -33,17 +33,19 @@ from trm.reports.description import (
 from trm.reports.diagnosis import Finding, diagnose
 from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
-from trm.reports.history import History, number
-from trm.reports.run_state import RunState, state_of
+from trm.reports.history import History
+from trm.reports.run_state import DescribedState, describe_state
 from trm.reports.targets import ResourceSummary, scales_of, summarise_resources
 from trm.reports.wording import duration, share, significant
 from trm.runs.directory import EVENTS, MAIL, METRICS, RESOURCES, Run
 from trm.runs.events import Advised
-from trm.runs.listing import metric_label, primary_metric
+from trm.runs.metric import metric_label, primary_metric
 from trm.runs.reading import Follower
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
+from trm.runs.state import state_of
 
 MAX_EVENTS_SHOWN = 200
+REPEATED = "repeated after a crash"
 _DEFAULT_METRIC = "exact_accuracy"
 _FILES = ("recipe.yaml", METRICS, EVENTS, "plan.json", "checkpoints", MAIL)
 _NOT_METRICS = (
@@ -82,7 +84,7 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Report:
     run: str
-    state: RunState
+    state: DescribedState
     overview: list[Fact]
     recipe: list[Fact]
     recipe_text: str
@@ -149,7 +151,7 @@ def gather(run: Run, examples: Examples) -> Report:
     result = _result(sources, metric)
     return Report(
         run=visible(str(run.path)),
-        state=state_of(run, sources.config, sources.history),
+        state=describe_state(run, state_of(run, sources.config, sources.history.last)),
         overview=_overview(sources, metric),
         recipe=[] if sources.config is None else recipe_facts(sources.config),
         recipe_text=_recipe_text(run),
@@ -287,7 +289,10 @@ def _metric_text(value: float | None) -> str:
 
 
 def time_shares(history: History) -> list[TimeShare]:
-    """Return where the time of training went, the longest first. Empty if the run did not record it."""
+    """Return where the time went, the longest first. Empty if the run did not record it.
+
+    The activities add up to the training time. Steps that a crash lost come on top of it.
+    """
     if not history.spent:
         return []
     recorded = float(sum(history.spent.values()))
@@ -296,6 +301,9 @@ def time_shares(history: History) -> list[TimeShare]:
     spent = dict(sorted(history.spent.items(), key=lambda part: -part[1]))
     if total > recorded:
         spent["other"] = total - recorded
+    if history.repeated_seconds:
+        spent[REPEATED] = history.repeated_seconds
+        total += history.repeated_seconds
     return [TimeShare(name, value, value / total if total else 0.0) for name, value in spent.items()]
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from macbook_optimization.json_types import JsonMapping
 from trm.runs.directory import Run
-from trm.runs.rows import Row
+from trm.runs.rows import NAN, Row, number
+from trm.runs.state import LastRecorded
 
 MAX_POINTS = 2000  # of a curve
 NUM_RECENT = 600  # rows that are kept as they are: ten minutes
+MAX_LOST = 3600  # rows that a crash may lose: an hour, where a checkpoint is written every minute
 MAX_EVENTS = 2000
 TRAIN_COLUMNS = (
     "step",
@@ -43,7 +45,6 @@ RESOURCE_COLUMNS = (
     "battery_percent",
     "speed_limit_percent",
 )
-NAN = math.nan
 
 
 @dataclass
@@ -100,12 +101,19 @@ class History:
     evaluations: list[Row] = field(default_factory=list)
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, over all starts
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by activity; repeated steps count once
+    repeated_seconds: float = 0.0  # of steps that a crash lost
+    _counted: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_LOST))  # rows in `spent`
     thermal_levels: Counter[str] = field(default_factory=Counter)  # resource rows by level, on macOS
+    peak_bytes: float = NAN  # the most memory that the trainer reported, in any start
+    last: LastRecorded = field(default_factory=LastRecorded)
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             kind = row.get("kind")
+            self.peak_bytes = _largest(self.peak_bytes, row.get("rss_bytes"), row.get("peak_bytes"))
+            if kind in ("train", "eval"):
+                self.last = self.last._replace(row=row)
             if kind == "train":
                 self._add_training(row)
             elif kind == "eval":
@@ -115,20 +123,35 @@ class History:
             elif kind == "event":
                 self.events.append(row)
                 self.event_counts[str(row.get("event"))] += 1
+                self.last = self.last.after_event(row)
 
     def _add_training(self, row: Row) -> None:
         step = number(row.get("step"))
         if not math.isfinite(step):  # a damaged row
             return
-        if self.recent and not number(self.recent[-1].get("step")) < step:  # resumed from before
+        if self.recent and _goes_back(self.recent[-1], row):  # resumed from before
             self.train.forget_from("step", step)
+            self._count_as_repeated(row)
         self.recent.append(row)
         self.train.add(row)
-        spent = row.get("spent")
-        if isinstance(spent, Mapping):
-            for name, value in spent.items():
-                if 0 <= number(value) < math.inf:
-                    self.spent[str(name)] = self.spent.get(str(name), 0.0) + number(value)
+        self._add_spent(row, sign=1)
+        self._counted.append(row)
+
+    def _count_as_repeated(self, row: Row) -> None:
+        """Take back the time of rows that a crash lost.
+
+        The training time goes on from that of the checkpoint, where this row begins: what was recorded with a
+        later one is repeated from here on.
+        """
+        begin = number(row.get("seconds")) - sum(_spent_of(row).values())
+        while self._counted and number(self._counted[-1].get("seconds")) > begin:
+            lost = self._counted.pop()
+            self._add_spent(lost, sign=-1)
+            self.repeated_seconds += sum(_spent_of(lost).values())
+
+    def _add_spent(self, row: Row, *, sign: int) -> None:
+        for name, value in _spent_of(row).items():
+            self.spent[name] = max(0.0, self.spent.get(name, 0.0) + sign * value)
 
     def _add_evaluation(self, row: Row) -> None:
         step = number(row.get("step"))
@@ -167,14 +190,23 @@ def read_history(run: Run) -> History:
     return history
 
 
-def number(value: object) -> float:
-    """Return a number that a file claims, or NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return NAN
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return NAN
+def _goes_back(before: Row, row: Row) -> bool:
+    """Whether a row follows a crash. Its step may be beyond the lost ones, as it reports several at once."""
+    is_earlier = number(row.get("seconds")) < number(before.get("seconds"))
+    return is_earlier or not number(before.get("step")) < number(row.get("step"))
+
+
+def _largest(known: float, *claimed: object) -> float:
+    values = [value for value in (known, *map(number, claimed)) if math.isfinite(value)]
+    return max(values, default=NAN)
+
+
+def _spent_of(row: Row) -> dict[str, float]:
+    """Return the seconds by activity of a training row."""
+    spent = row.get("spent")
+    if not isinstance(spent, Mapping):
+        return {}
+    return {str(name): number(value) for name, value in spent.items() if 0 <= number(value) < math.inf}
 
 
 def _mean(values: Sequence[float]) -> float:

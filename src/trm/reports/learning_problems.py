@@ -9,11 +9,10 @@ from statistics import fmean, linear_regression, median, pstdev
 
 from trm.reports.evidence import Evidence
 from trm.reports.finding import Finding
-from trm.reports.history import number
 from trm.reports.samples import Sample
 from trm.runs.events import Imported, MemoryGrows, RolledBack, StepSkipped
-from trm.runs.listing import metric_label
-from trm.runs.rows import Row
+from trm.runs.metric import metric_label
+from trm.runs.rows import Row, number
 
 UNSTABLE = "unstable training"
 PLATEAU = "plateau"

@@ -10,10 +10,10 @@ from macbook_optimization.resource_monitoring import BUSY_PERCENT
 from macbook_optimization.units import MIB
 from trm.reports.evidence import Evidence
 from trm.reports.finding import Finding
-from trm.reports.history import number
 from trm.reports.other_programs import Programs
 from trm.reports.samples import Load
 from trm.runs.events import BatchShrunk, ThrottlingInferred, ThrottlingOver
+from trm.runs.rows import number
 
 MEMORY = "memory bottleneck"
 CPU = "CPU under-use"

@@ -10,7 +10,7 @@ from trm.reports.curves import Chart
 from trm.reports.description import Fact
 from trm.reports.facts import Report
 from trm.reports.targets import MACHINES
-from trm.reports.wording import duration, significant
+from trm.reports.wording import CODE, duration, significant
 
 TITLE = "# Report: "
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~$])")
@@ -18,7 +18,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~$])")
 
 def as_markdown(report: Report) -> str:
     sections = [
-        [f"{TITLE}{escape(report.run)}", f"**{report.state.name}**: {escape(report.state.text)}"],
+        [f"{TITLE}{escape(report.run)}", f"**{report.state.name}**: {prose(report.state.text)}"],
         _bullets(report.problems),
         [_facts(report.overview)],
         _advice(report),
@@ -41,6 +41,12 @@ def escape(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", one_line(text))
 
 
+def prose(text: str) -> str:
+    """Return one of our sentences: escaped, but commands between backticks stay code."""
+    parts = CODE.split(one_line(text))  # text, code, text, ...
+    return "".join(f"`{part}`" if place % 2 else escape(part) for place, part in enumerate(parts))
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *([escape(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -51,14 +57,14 @@ def _facts(facts: Sequence[Fact]) -> str:
 
 
 def _bullets(lines: Iterable[str]) -> list[str]:
-    return ["\n".join(f"- {escape(line)}" for line in lines)]
+    return ["\n".join(f"- {prose(line)}" for line in lines)]
 
 
 def _advice(report: Report) -> list[str]:
     lines = []
     for each in report.findings:
-        found = f"- **{escape(each.kind)}**: {escape(each.evidence)} **{escape(each.advice)}**"
-        lines.append(f"{found} {escape(each.gain or '')}".rstrip())
+        found = f"- **{escape(each.kind)}**: {prose(each.evidence)} **{prose(each.advice)}**"
+        lines.append(f"{found} {prose(each.gain or '')}".rstrip())
     return ["## Advice", "\n".join(lines) or "No problem was reported."]
 
 
@@ -113,7 +119,7 @@ def _examples(report: Report) -> list[str]:
             (str(each.number), "right" if each.is_right else "wrong", each.caption) for each in found.shown
         ]
         parts.append(_table(["example", "answer", ""], rows))
-    return [*parts, escape(found.problem or "")]
+    return [*parts, prose(found.problem or "")]
 
 
 def _times(report: Report) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
@@ -15,11 +14,10 @@ from trm.reports.curves import MARK_GROUPS
 from trm.reports.examples import Examples, find_examples, no_examples
 from trm.reports.facts import Report, gather
 from trm.reports.targets import MACHINES
-from trm.reports.wording import duration
+from trm.reports.wording import CODE, duration
 from trm.runs.directory import Run
 
 FILE_NAME = "report.html"
-_CODE = re.compile(r"`([^`]+)`")
 
 
 def write_report(run: Run, examples: Examples | None = None) -> Path:
@@ -52,7 +50,7 @@ def as_html(report: Report) -> str:
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters["code"] = lambda text: Markup(
-        _CODE.sub(r"<code>\1</code>", str(escape(visible(text))))
+        CODE.sub(r"<code>\1</code>", str(escape(visible(text))))
     )
     template = environment.get_template("report.html.jinja")
     return template.render(

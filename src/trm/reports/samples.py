@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from trm.config import RunConfig
 from trm.planning.warmup import BACKWARD_CYCLES
-from trm.reports.history import number
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
 from trm.schedule import cycles_of_steps
 
 Regime = tuple[object, ...]

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 from macbook_optimization.terminal_text import one_line
 from trm.reports.event_text import describe_event
-from trm.reports.history import number
 from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run
 from trm.runs.reading import Follower
-from trm.runs.rows import Row
+from trm.runs.rows import Row, number
 
 _NOT_SCALARS = ("kind", "time", "step", "seconds", "cpu_percent")  # of rows; CPU has one value per core
 _MAX_STEP = 2.0**62

@@ -13,8 +13,9 @@ from macbook_optimization.training_config_adapter import PROFILES, profile_for
 from macbook_optimization.units import counted
 from trm.reports.curves import Scales
 from trm.reports.description import Fact, num_cores, total_memory
-from trm.reports.history import History, number
+from trm.reports.history import History
 from trm.reports.wording import NOT_REPORTED, duration, percent, significant, size
+from trm.runs.rows import number
 
 MACHINES = ("8 GB", "16 GB", "32 GB or more")  # the profiles
 # From the performance guide, for MacBooks. They depend on model and data, so they are shown, not judged.
@@ -48,7 +49,7 @@ def summarise_resources(history: History, hardware: JsonMapping, scales: Scales)
     cpu = _cpu_percent(history, scales.num_cores)
     measured = {
         "samples per second": f"{significant(float(np.median(speed)))} (median)" if speed else NOT_REPORTED,
-        "peak memory": size(peak_bytes(history)),
+        "peak memory": size(history.peak_bytes),
         "CPU": NOT_REPORTED if cpu is None else f"{cpu:.0f} % (mean)",
         "time to 95 %": "not reached" if seconds is None else duration(seconds),
         "steps to 95 %": "not reached" if step is None else f"{step:,}",
@@ -80,15 +81,6 @@ def _facts(history: History, scales: Scales) -> list[Fact]:
         "cooling breaks": _breaks(history.event_counts["cooling break"], breaks),
     }
     return [Fact(name, value) for name, value in facts.items()]
-
-
-def peak_bytes(history: History) -> float:
-    """Return the most memory that the trainer had: what it reported at its end, or the highest sample."""
-    reported = [
-        number(event.get("peak_bytes")) for event in history.events if event.get("event") == "stopped"
-    ]
-    samples = (*_finite(history.resources["rss_bytes"]), *_finite(history.train["rss_bytes"]))
-    return max((*_finite(reported), *samples), default=math.nan)
 
 
 def _cpu_percent(history: History, cores: int | None) -> float | None:

@@ -18,11 +18,12 @@ from trm.config import RunConfig
 from trm.plan import Plan
 from trm.reports.eta import Eta, EtaEstimator
 from trm.reports.event_text import describe_event
-from trm.reports.history import History, number
+from trm.reports.history import History
 from trm.runs.directory import Run
-from trm.runs.events import PlanChosen, Stopped
-from trm.runs.listing import is_done, metric_label
-from trm.runs.rows import Row
+from trm.runs.events import PlanChosen
+from trm.runs.metric import metric_label
+from trm.runs.rows import Row, number
+from trm.runs.state import RunState, state_of
 
 SPARK_COLUMNS = 16
 NUM_EVENTS = 3
@@ -45,10 +46,12 @@ class RunView:
     history: History = field(default_factory=History)
     plan: Plan | None = None
     eta: EtaEstimator = field(init=False)
+    state: RunState = field(init=False)
 
     def __post_init__(self) -> None:
         self.eta = EtaEstimator(self.config, self.metric, self.num_examples)
         self.follower = self.run.follow()
+        self.state = state_of(self.run, self.config, self.history.last)
 
     def read(self) -> None:
         """Take in what was written since the last call."""
@@ -58,6 +61,7 @@ class RunView:
         plans = [row for row in rows if row.get("event") == PlanChosen.name]
         if plans:
             self.plan = _read_plan(plans[-1]) or self.plan
+        self.state = state_of(self.run, self.config, self.history.last)
 
     def summary(self) -> str:
         """Return what a plain line of progress says beside the numbers of the trainer."""
@@ -83,9 +87,11 @@ class RunView:
         row = self.history.recent[-1] if self.history.recent else {}
         sample = self.history.recent_resources[-1] if self.history.recent_resources else {}
         evaluation = self.history.evaluations[-1] if self.history.evaluations else {}
-        eta = self.eta.estimate(time.time()) if self.state() == "training" else None
+        eta = self.eta.estimate(time.time()) if self.state.name == "running" else None
         return {
-            "state": self.state(),
+            "state": self.state.name,
+            "reason": (self.state.stop or {}).get("reason"),
+            "silent_seconds": self.silent_seconds(),
             "step": self.history.step,
             "last_step": self.config.training.last_step,
             "seconds": row.get("seconds"),
@@ -101,32 +107,24 @@ class RunView:
             "events": list(self.history.events)[-NUM_EVENTS:],
         }
 
-    def state(self, now: float | None = None) -> str:
-        """Return whether the run is being trained, has ended, or has been silent for too long."""
-        stopped = self._last_event(Stopped.name)
+    def described_state(self, now: float | None = None) -> str:
+        """Return the state, and since when nothing was recorded if that is long."""
+        name = self.state.name
+        silent = self.silent_seconds(now)
+        if silent is None or silent < SILENT_SECONDS or name not in ("running", "crashed"):
+            return name
+        return f"{name}, no sign of life for {describe_seconds(silent)}"
+
+    def silent_seconds(self, now: float | None = None) -> float | None:
+        """Return for how long nothing was recorded; None if nothing ever was."""
         last = self.last_time()
-        if stopped is not None and number(stopped.get("time")) >= self._last_training_time():
-            done = is_done(self.config, self.history.step, self._best())
-            return "finished" if done else "stopped"
-        if last is None:
-            return "nothing recorded yet"
-        silent_seconds = (time.time() if now is None else now) - last
-        if silent_seconds < SILENT_SECONDS:
-            return "training"
-        return f"no sign of life for {describe_seconds(silent_seconds)}"
+        return None if last is None else max(0.0, (time.time() if now is None else now) - last)
 
     def last_time(self) -> float | None:
         """Return when something was last recorded, in seconds since the epoch."""
         files = (self.history.recent, self.history.evaluations, self.history.events)
         times = [number(rows[-1].get("time")) for rows in (*files, self.history.recent_resources) if rows]
         return max((each for each in times if math.isfinite(each)), default=None)
-
-    def _last_training_time(self) -> float:
-        rows = [rows[-1] for rows in (self.history.recent, self.history.evaluations) if rows]
-        return max((number(row.get("time", 0.0)) for row in rows), default=0.0)
-
-    def _last_event(self, name: str) -> Row | None:
-        return next((row for row in reversed(self.history.events) if row.get("event") == name), None)
 
     def _best(self) -> float | None:
         values = [number(row.get(self.metric)) for row in self.history.evaluations]
@@ -139,7 +137,7 @@ class RunView:
         if self.history.recent:
             cells.append(f"{describe_seconds(number(self.history.recent[-1].get('seconds')))} of training")
         eta = self.eta.estimate(time.time())
-        if eta is not None and self.state() == "training":
+        if eta is not None and self.state.name == "running":
             cells.append(describe_eta(eta))
         return cells
 

@@ -48,7 +48,7 @@ class Watched:
             return
 
     def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
-        title = f"{one_line(str(self.run.path))}: {self.view.state()}"
+        title = f"{one_line(str(self.run.path))}: {self.view.described_state()}"
         return [*fit_texts([title], columns), *self.view.lines(columns, ascii_only=ascii_only)]
 
     def summary(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 from macbook_optimization.units import GIB, MIB
 
 NOT_REPORTED = "not reported"
+CODE = re.compile(r"`([^`]+)`")  # a command in a sentence
 
 
 def duration(seconds: float) -> str:

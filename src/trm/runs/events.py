@@ -42,6 +42,16 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Crashed(Event):
+    """The start before this one ended without `stopped`; recorded by the start that found out."""
+
+    name = "crashed"
+    step: int  # of the checkpoint from which training goes on; 0 without one
+    reported_step: int  # the last one that the crashed start reported
+    repeated_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped(Event):
     name = "stopped"
     reason: str  # "target", "max_steps", "early stopping", "limit" or "interrupted"
@@ -327,3 +337,6 @@ class ThrottlingOver(Event):
 
     name = "throttling over"
     step: int
+
+
+STARTS = (Crashed.name, Resumed.name, Restarted.name)  # with which a start of an existing run begins

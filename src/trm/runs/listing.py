@@ -9,39 +9,27 @@ from pathlib import Path
 
 from macbook_optimization.checkpoint_files import open_checkpoint, step_of
 from macbook_optimization.errors import ConfigError, LaptopError, RunError
-from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.memory_management import MIB
 from macbook_optimization.terminal_text import align
-from trm.config import RunConfig
-from trm.runs.directory import EVENTS, METRICS, Run, is_run
-from trm.runs.events import EARLY_STOPPING, Stopped
+from trm.runs.directory import METRICS, Run, is_run
+from trm.runs.metric import metric_label, primary_metric
+from trm.runs.rows import number
 from trm.runs.saved_state import check_compatible
+from trm.runs.state import LastRecorded, Name, read_last, state_of
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     path: str
     task: str | None
-    state: str  # "done", "stopped early", "unfinished", or "unreadable" if its recipe is
-    step: int
+    state: Name
+    step: int  # the last one that was reported, to which the seconds belong
+    saved_step: int | None  # of the newest checkpoint
     max_steps: int | None
     seconds: float | None
     primary_metric: str | None
     accuracy: float | None  # of the best checkpoint, by the primary metric
     problem: str | None  # why something above is unknown
-
-
-def primary_metric(best: JsonMapping) -> tuple[str, float] | None:
-    """Return the metric by which a checkpoint is the best, and its value. Earlier versions called it headline
-    and did not always store it."""
-    name = best.get("primary_metric") or best.get("headline") or "exact_accuracy"
-    value = best.get(name)
-    return (name, float(value)) if isinstance(value, int | float) else None
-
-
-def metric_label(name: str | None) -> str:
-    """Return the name of a metric for people: `exact_accuracy` becomes "exact accuracy"."""
-    return (name or "").replace("_", " ")
 
 
 def list_runs(root: Path) -> list[RunSummary]:
@@ -57,69 +45,38 @@ def list_runs(root: Path) -> list[RunSummary]:
 def summarise(run: Run) -> RunSummary:
     checkpoints = run.checkpoints()
     metric, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
-    step = checkpoints.newest_step() or 0
-    stopped, seconds, problem = _last_stop(run)
+    last, problem = _last_recorded(run)
+    config = None
     try:
         config = run.config
     except (RunError, ConfigError) as error:
-        task = max_steps = None
-        state = "unreadable"
         problem = str(error)
-    else:
-        task = config.task
-        max_steps = config.training.last_step
-        state = "unfinished"
-        if is_done(config, step, accuracy):
-            state = "done"
-        elif has_stopped_early(config, step, stopped):
-            state = "stopped early"
+    state = state_of(run, config, last)
     return RunSummary(
         path=str(run.path),
-        task=task,
-        state=state,
-        step=step,
-        max_steps=max_steps,
-        seconds=seconds,
+        task=None if config is None else config.task,
+        state=state.name,
+        step=state.step,
+        saved_step=checkpoints.newest_step(),
+        max_steps=None if config is None else config.training.last_step,
+        seconds=state.seconds,
         primary_metric=metric,
         accuracy=accuracy,
         problem=problem,
     )
 
 
-def is_done(config: RunConfig, step: int, accuracy: float | None) -> bool:
-    """Return whether a run has reached its target or its last step."""
-    target = config.evaluation.target_accuracy
-    reached = target is not None and accuracy is not None and accuracy >= target
-    return reached or step >= config.training.last_step
-
-
-def has_stopped_early(config: RunConfig, step: int, stopped: JsonMapping) -> bool:
-    """Return whether early stopping ended a run at this step. `stopped` is the event of its last stop.
-
-    `config` no longer ends there if it has no early stopping, or more steps were requested after it.
-    """
-    is_end = stopped.get("reason") == EARLY_STOPPING and stopped.get("step") == step
-    return is_end and config.training.early_stopping is not None
-
-
-def _last_stop(run: Run) -> tuple[JsonMapping, float | None, str | None]:
-    """Return the event of the last stop, or an empty one, and the seconds of training, or None and why.
-
-    `trm train` reports them when it ends. The last row of the metrics is newer while a run is trained, and
-    after a crash.
-    """
+def _last_recorded(run: Run) -> tuple[LastRecorded, str | None]:
+    """Return the ends of a run's files, and why nothing is known of its training time, if so."""
     metrics = run.path / METRICS
     try:
-        stopped = run.last_row(EVENTS, lambda event: event.get("event") == Stopped.name)
-        row = run.last_row()
-        is_empty = row is None and (not metrics.exists() or metrics.stat().st_size == 0)
+        last = read_last(run)
+        is_empty = not metrics.exists() or metrics.stat().st_size == 0
     except (RunError, OSError) as error:
-        return {}, None, str(error)
-    reported = [(source or {}).get("seconds") for source in (stopped, row)]
-    known = [float(value) for value in reported if isinstance(value, int | float) and math.isfinite(value)]
-    if known:
-        return stopped or {}, max(known), None
-    return stopped or {}, None, None if is_empty else f"{METRICS} has no row that can be read"
+        return LastRecorded(), str(error)
+    has_seconds = any(math.isfinite(number((each or {}).get("seconds"))) for each in (last.row, last.stop))
+    is_damaged = not is_empty and not has_seconds
+    return last, f"{METRICS} has no row that can be read" if is_damaged else None
 
 
 def describe_runs(runs: Sequence[RunSummary]) -> list[str]:
@@ -133,11 +90,17 @@ def _cells(run: RunSummary) -> list[str]:
         run.path,
         run.task or "?",
         run.state,
-        f"step {run.step}/{run.max_steps or '?'}",
+        f"step {run.step}/{run.max_steps or '?'}" + _loss(run),
         "" if run.seconds is None else f"{run.seconds:.0f} s",
         f"{metric_label(run.primary_metric)} {run.accuracy:.1%}" if known else "",
         "" if run.problem is None else f"({run.problem.splitlines()[0]})",
     ]
+
+
+def _loss(run: RunSummary) -> str:
+    """Say what a crashed run resumes from, if that is not its last step."""
+    is_lost = run.state == "crashed" and run.saved_step != run.step
+    return f" (saved: {run.saved_step or 0})" if is_lost else ""
 
 
 @dataclass(frozen=True, slots=True)

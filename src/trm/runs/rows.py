@@ -6,6 +6,7 @@ and events can be put in order. Earlier versions wrote none.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 
 Row = JsonObject  # as read from a file, of this or an earlier version
 Kind = Literal["train", "eval", "resources"]
+NAN = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +103,13 @@ def kind_of(row: JsonMapping) -> str:
     if "event" in row:
         return "event"
     return "train" if "samples_per_second" in row else "eval"
+
+
+def number(value: object) -> float:
+    """Return a number that a file claims, or NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NAN
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return NAN

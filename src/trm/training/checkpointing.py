@@ -14,7 +14,7 @@ from macbook_optimization.json_types import JsonObject
 from trm.config import CheckpointsConfig
 from trm.config.renamed import with_current_keys
 from trm.runs.events import Damaged, NotSaved, SavedAgain
-from trm.runs.listing import primary_metric
+from trm.runs.metric import primary_metric
 from trm.runs.rows import EvalRow
 from trm.training.log import RunLog
 from trm.training.signals import Interrupted

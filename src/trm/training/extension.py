@@ -12,7 +12,7 @@ from trm.config import RunConfig
 from trm.display import Display
 from trm.runs.directory import Run, refuse_if_different
 from trm.runs.events import Extended
-from trm.runs.listing import summarise
+from trm.runs.state import end_of, read_last
 from trm.schedule import learning_rate_factor
 
 
@@ -27,11 +27,10 @@ def extend(
     """
     recorded = run.config
     refuse_if_different(config.what_is_learned(), recorded.what_is_learned(), run.path)
-    summary = summarise(run)
-    step = summary.step
+    step = run.checkpoints().newest_step() or 0
     extensions = recorded.training.extensions
     last_step = recorded.training.last_step
-    is_new = summary.state in ("done", "stopped early")
+    is_new = end_of(run, recorded, read_last(run)) is not None
     if is_new:
         last_step = step + num_steps
         extensions = {**extensions, step: last_step}

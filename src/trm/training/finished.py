@@ -11,7 +11,8 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.config import RunConfig
 from trm.runs.directory import EVENTS, Run
 from trm.runs.events import EARLY_STOPPING, Stopped
-from trm.runs.listing import has_stopped_early, is_done, primary_metric
+from trm.runs.metric import primary_metric
+from trm.runs.state import has_stopped_early, is_done
 from trm.training.loop import Outcome
 
 

@@ -20,10 +20,11 @@ from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
 from trm.runs.events import EARLY_STOPPING, Initialised, LearningRateLowered, Resumed, Stopped
-from trm.runs.listing import metric_label
+from trm.runs.metric import metric_label
 from trm.runs.rows import EvalRow
 from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
+from trm.training.crashes import describe_crash, find_crash
 from trm.training.early_stopping import EarlyStopping
 from trm.training.evaluation import Evaluator
 from trm.training.leaks import LeakWatch
@@ -100,6 +101,10 @@ class Trainer:
 
     def resume(self) -> None:
         checkpoint = self.checkpointer.recover()
+        crash = find_crash(self.log.run, 0 if checkpoint is None else checkpoint.step)
+        if crash is not None:
+            self.log.event(crash)
+            self.log.message(describe_crash(crash))
         if checkpoint is None:
             self.checkpointer.manager.check_space(self.state.learner.state())
             self.log.display.status("Setting the initial weights")

@@ -233,9 +233,12 @@ class TrainingState:
         self.rolled_back_from = failed_step
 
     def changes_since(self, saved: SavedState) -> list[str]:
-        """List what differs from when the checkpoint was written. None of it prevents resuming."""
+        """List what differs from when the checkpoint was written. None of it prevents resuming.
+
+        A provisional plan is not listed: the first steps choose another one, which is recorded then.
+        """
         now = self.plan.to_json()
-        then = Plan.from_json(saved.plan).to_json() if saved.plan else {}
+        then = Plan.from_json(saved.plan).to_json() if saved.plan and not self.plan.provisional else {}
         pairs = [(name, then.get(name), now[name]) for name in PLAN_FACTS]
         current = versions()
         pairs += [(name, value, current.get(name)) for name, value in saved.versions.items()]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from trm.runs.listing import metric_label
+from trm.runs.metric import metric_label
 from trm.tuning.facts import Facts
 from trm.tuning.space import LEARNING_RATE
 from trm.tuning.study import Study, TrialSummary

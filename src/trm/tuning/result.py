@@ -15,7 +15,7 @@ from macbook_optimization.terminal_text import align
 from macbook_optimization.units import counted
 from trm.reports.comparison import differ_clearly
 from trm.reports.differences import differences
-from trm.runs.listing import metric_label
+from trm.runs.metric import metric_label
 from trm.tuning.facts import Facts
 from trm.tuning.picture import draw
 from trm.tuning.space import described, with_values

@@ -18,7 +18,7 @@ from macbook_optimization.units import MIB
 from trm.config import RunConfig, config_from_text, differences
 from trm.display import Display
 from trm.runs.directory import only_trainer
-from trm.runs.listing import metric_label
+from trm.runs.metric import metric_label
 from trm.runs.rows import Row
 from trm.tasks.registry import load_task
 from trm.training.preparation import build_if_missing, with_model

@@ -39,6 +39,12 @@ def test_a_recipe_is_shown_as_it_is_in_its_file():
     assert trm("recipes", "show", "maze-hard") == (ROOT / "recipes" / "maze-hard.yaml").read_text()
 
 
+def test_a_recipe_is_shown_as_json_with_its_text():
+    found = json.loads(trm("recipes", "show", "sudoku-6x6", "--json"))
+    assert (found["name"], found["task"], found["problem"]) == ("sudoku-6x6", "sudoku", None)
+    assert found["yaml"] == (ROOT / "recipes" / "sudoku-6x6.yaml").read_text()
+
+
 @pytest.mark.parametrize("command", ["show", "copy"])
 def test_an_unknown_name_gets_a_suggestion(command):
     with pytest.raises(ConfigError, match="'soduku-6x6'; did you mean sudoku-6x6"):

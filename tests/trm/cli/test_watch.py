@@ -80,12 +80,12 @@ def test_a_run_is_watched_through_its_death_and_resumption(tmp_path):
     viewer = subprocess.Popen([TRM, "watch", "run"], cwd=tmp_path, stdout=slave, stderr=slave)
     try:
         output = Output(screen)
-        until(lambda: output.has("run: training"))
+        until(lambda: output.has("run: running"))
         kill_group(trainer)
-        until(lambda: output.has("no sign of life"), 40)
+        until(lambda: output.has("run: crashed"))
         trainer = subprocess.Popen(start, cwd=tmp_path, start_new_session=True)
         output.text = ""
-        until(lambda: output.has("run: training"))
+        until(lambda: output.has("run: running"))
         viewer.send_signal(signal.SIGKILL)
         step = last_step(tmp_path)
         until(lambda: last_step(tmp_path) > step)  # training continues without its viewer

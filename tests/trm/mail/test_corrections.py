@@ -1,5 +1,6 @@
 """Corrections are learned in milliseconds, keep other answers, and can be taken back."""
 
+import json
 import shutil
 
 import numpy as np
@@ -108,3 +109,24 @@ def test_a_correction_of_a_file_is_taken_back_through_its_directory_and_only_onc
     assert "Forgot 1 correction." in email("forget", run, directory).output
     again = email("forget", run, directory)
     assert "There is no correction of these messages" in str(again.exception)
+
+
+def test_corrections_are_listed(trained, tmp_path):
+    run = copy_of(trained[0], tmp_path)
+
+    def listed(*words):
+        command = ["email", "corrections", str(run), *map(str, words)]
+        return CliRunner().invoke(cli, command, catch_exceptions=False).stdout
+
+    assert listed() == "There are no corrections.\n"
+    path, other = tmp_path / "a.eml", tmp_path / "b.eml"
+    path.write_bytes(letter("travel", 1, 7))
+    other.write_bytes(letter("travel", 2, 7))
+    with open_classifier(run) as classifier:
+        classifier.learn([Message(str(path), path.read_bytes())], "spam")
+    key = key_of(path.read_bytes())
+    assert listed().split() == [key[:12], "spam", "instead", "of", "travel"]
+    (found,) = json.loads(listed("--json"))
+    assert (found["key"], found["category"], found["before"], found["path"]) == (key, "spam", "travel", None)
+    (found,) = json.loads(listed(path, other, "--json"))
+    assert found["path"] == str(path)

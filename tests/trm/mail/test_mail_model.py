@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from trm.mail.explain import as_html, explain
 from trm.mail.model import BASELINE, LINEAR, load_model, save_model
 from trm.mail.network_training import NetworkOptions
 from trm.mail.training import MailOptions, train_mail
-from trm.tasks.documents.labels import load_map
+from trm.tasks.documents.labels import CategoryMap, load_map
 from trm.tasks.documents.mailboxes import Message
 from trm.tasks.documents.splits import SplitRules
 
@@ -220,3 +221,18 @@ def test_the_result_says_whether_recursion_is_used(trained):
     assert "The recursive path is added with a gate of 0.5." in replace(report, gate=0.5).text()
     held_out = replace(report.held_out, decided=8 / 9, error_of_decided=1 / 8)
     assert "88.9% decided, 12.5% of those wrong (1 of 8)" in replace(report, held_out=held_out).text()
+
+
+def test_nobody_else_can_read_the_run(trained):
+    assert stat.S_IMODE(trained[0].stat().st_mode) == 0o700
+
+
+def test_a_pattern_of_the_mapping_that_matches_nothing_is_named(trained, tmp_path):
+    mapping = CategoryMap({"work": ("work", "Wrok"), "spam": ("sp*",)}, ignore=("label:Snet",))
+    display = Recorder()
+    options = MailOptions(mapping=mapping)
+    train_mail([trained[0].parent / "mailbox"], tmp_path / "run", options, display)
+    assert [text for text in display.messages if text.startswith("warning: no folder")] == [
+        "warning: no folder and no label matches 'Wrok', which the mapping has in 'work'",
+        "warning: no folder and no label matches 'label:Snet', which the mapping has in 'ignore'",
+    ]

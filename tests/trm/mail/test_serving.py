@@ -22,7 +22,7 @@ from tiny import TRM
 
 from macbook_optimization.errors import DataError
 from trm.cli import cli
-from trm.mail.answers import answer_of
+from trm.mail.answers import MAX_SUBJECT, answer_of
 from trm.mail.deciding import open_classifier
 from trm.mail.serving import ServerLimits, open_server
 from trm.mail.sockets import ask, listening
@@ -80,7 +80,17 @@ def test_the_answer_is_one_json_object_in_a_line(shared):
         line = client.makefile("rb").read()
     assert line.count(b"\n") == 1
     assert line.endswith(b"}\n")
-    assert set(json.loads(line)) == {"path", "category", "confidence", "unsure", "verdict", "reason"}
+    names = {"path", "category", "confidence", "unsure", "verdict", "reason", "subject"}
+    assert set(json.loads(line)) == names
+
+
+def test_a_client_shows_the_subject_as_classify_does(shared):
+    path = shared[0]
+    answer = ask(path, MESSAGES[0], "letter.eml")
+    assert answer.subject
+    assert answer.text().endswith(f"letter.eml  {answer.subject[:60]}")
+    long = ask(path, b"Subject: " + b"long " * 300 + b"\n\nhello", "-")
+    assert len(long.subject) == MAX_SUBJECT
 
 
 def test_several_clients_are_answered_at_once(shared):

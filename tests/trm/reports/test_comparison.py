@@ -12,7 +12,7 @@ from macbook_optimization.errors import RunError
 from trm.reports.comparison import Point, compare_runs, differ_clearly
 from trm.reports.comparison_text import ASCII_BLOCKS, BLOCKS, describe_comparison, sparkline
 from trm.reports.differences import differences
-from trm.runs.directory import EVENTS, METRICS, Run, begin
+from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, begin
 
 EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
 
@@ -70,6 +70,29 @@ def test_runs_of_different_length_are_compared_as_far_as_both_go(make_run):
     assert (found.at_equal_steps.at, found.at_equal_steps.better) == (20, "first")
     assert [row.step for row in found.table] == [10, 20]
     assert found.table[1].metrics == (0.5, 0.2)
+
+
+def test_the_losses_of_the_table_are_means_over_a_tenth_of_the_steps(make_run):
+    def noisy(step):
+        return 1.0 if step % 2 else 3.0
+
+    found = compare_runs(make_run("a", losses=noisy, steps=400), make_run("b", steps=400))
+    assert [row.losses[0] for row in found.table] == pytest.approx([2.0] * 8, abs=0.2)
+
+
+def test_the_peak_memory_is_that_of_all_starts(make_run):
+    """The first start was killed, so only its rows and the samples of the machine say what it used."""
+    path = make_run("a")
+    rows = (path / METRICS).read_text().splitlines()
+    lost = [{**json.loads(row), "rss_bytes": 7 * 2**20} for row in rows[10:20]]
+    (path / METRICS).write_text(
+        "".join([f"{json.dumps(row)}\n" for row in lost] + [f"{row}\n" for row in rows])
+    )
+    sample = {"kind": "resources", "time": 1e9, "rss_bytes": 9 * 2**20, "cpu_percent": [1.0]}
+    (path / RESOURCES).write_text(json.dumps(sample) + "\n")
+    stopped = {"time": 1e9, "event": "stopped", "step": 40, "peak_bytes": 5 * 2**20}
+    (path / EVENTS).write_text(json.dumps(stopped) + "\n")
+    assert compare_runs(path, make_run("b")).first.peak_bytes == 9 * 2**20
 
 
 def test_the_best_evaluation_until_then_counts_because_its_checkpoint_is_used(make_run):

@@ -4,7 +4,8 @@ import math
 
 from recorded import eval_row, resource_row, train_row
 
-from trm.reports.history import History, number
+from trm.reports.history import History
+from trm.runs.rows import number
 
 
 def test_a_damaged_row_does_not_erase_the_curve():

@@ -10,18 +10,20 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import BEGAN, append_all, eval_row, event_row, recorded_run, resource_row, train_row
+from tiny import plan_of
 
 from macbook_optimization.errors import RunError
 from trm.cli import cli
+from trm.plan import Execution
 from trm.reports.diagnosis import Finding
 from trm.reports.examples import Example, Examples, no_examples
 from trm.reports.facts import gather, open_reported_run, time_shares
 from trm.reports.history import History
 from trm.reports.markdown import as_markdown
 from trm.reports.report import as_html, write_report
-from trm.reports.run_state import is_locked
 from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, only_trainer
-from trm.runs.events import Advised, Restarted
+from trm.runs.events import Advised, PlanChosen, Restarted, Resumed, Stopped
+from trm.runs.state import is_locked
 
 NONE = no_examples("none were requested")
 FILES = ("recipe.yaml", "plan.json", "hardware.json", METRICS, EVENTS, RESOURCES)
@@ -243,6 +245,56 @@ def test_a_night_between_two_starts_is_not_drawn(tmp_path):
     assert max(battery.series[0].x) * 60 < 250
 
 
+def test_a_short_break_between_two_starts_is_not_drawn_either(tmp_path):
+    """The first samples of a start are older than its event: PyTorch is loaded first."""
+    run = Run(tmp_path)
+    append_all(run, RESOURCES, [resource_row(second) for second in (*range(60), *range(88, 140))])
+    append_all(run, METRICS, [train_row(step) for step in (*range(1, 58), *range(95, 140))])
+    append_all(run, EVENTS, [event_row(Resumed(57, []), 93)])
+    memory = next(chart for chart in gather(run, NONE).charts if chart.key == "memory")
+    assert max(memory.series[-1].x) == pytest.approx(139 - 29, abs=1)
+
+
+def test_a_pause_within_a_start_is_drawn(tmp_path):
+    run = Run(tmp_path)
+    append_all(run, RESOURCES, [resource_row(second) for second in (*range(60), *range(88, 140))])
+    append_all(run, METRICS, [train_row(1)])
+    memory = next(chart for chart in gather(run, NONE).charts if chart.key == "memory")
+    assert max(memory.series[-1].x) == pytest.approx(139, abs=1)
+
+
+def test_contention_is_in_the_report_if_it_was_an_event_and_as_that_says(tmp_path):
+    run = recorded_run(tmp_path / "run", stopped=False)
+    busy = {"cpu_percent": [100.0] * 8, "process_cpu_percent": 100.0}
+    append_all(run, RESOURCES, [resource_row(second, **busy) for second in range(40, 90)])
+    run.record(PlanChosen(replace(plan_of(run.config), execution=Execution(threads=8)).to_json()))
+    assert "contention" not in [finding.kind for finding in gather(run, NONE).findings]
+    append_all(run, EVENTS, [event_row(Advised(9, "contention", "Most of all stress.", "Close it."), 90)])
+    (found,) = [finding for finding in gather(run, NONE).findings if finding.kind == "contention"]
+    assert found.evidence == "Most of all stress."
+
+
+def test_repeated_steps_are_counted_once_and_shown_apart(run):
+    before = {part.activity: part.seconds for part in gather(run, NONE).time}
+    append_all(run, METRICS, [train_row(step, time=BEGAN + 60 + step) for step in range(31, 41)])
+    after = {part.activity: part.seconds for part in gather(run, NONE).time}
+    assert after.pop("repeated after a crash") == pytest.approx(10 * 0.86)
+    assert after == pytest.approx(before)
+
+
+def test_the_cpu_of_all_programs_is_as_visible_as_that_of_the_trainer(run):
+    cpu = next(chart for chart in gather(run, NONE).charts if chart.key == "cpu")
+    assert [(series.name, series.style) for series in cpu.series] == [
+        ("trainer", "line"),
+        ("all programs", "line"),
+    ]
+
+
+def test_commands_in_markdown_stay_code(tmp_path):
+    markdown = as_markdown(gather(recorded_run(tmp_path / "a_b", stopped=False), NONE))
+    assert f"`trm train {tmp_path / 'a_b'}` resumes it" in markdown
+
+
 def test_the_states_of_a_run(tmp_path):
     finished = recorded_run(tmp_path / "finished")
     assert gather(finished, NONE).state.name in ("finished", "stopped")
@@ -251,9 +303,8 @@ def test_the_states_of_a_run(tmp_path):
     with only_trainer(crashed.path):
         assert is_locked(crashed.path)
         assert gather(crashed, NONE).state.name == "running"
-        append_all(
-            crashed, EVENTS, [{"time": BEGAN + 99, "event": "stopped", "reason": "interrupted", "step": 40}]
-        )
+        crashed.record(Stopped("interrupted", 39, 40.0, 0))
+        (crashed.path / METRICS).write_text(json.dumps(train_row(39)) + "\n")
         assert gather(crashed, NONE).state.name == "stopped"
     assert not is_locked(crashed.path)
     fresh = recorded_run(tmp_path / "fresh", stopped=False)
@@ -360,3 +411,12 @@ def test_the_command_writes_event_files(run, tmp_path):
     assert facts["written"] == {"tensorboard": str(run.path / "tensorboard")}
     assert command(run.path, "--no-examples", "--tensorboard", tmp_path / "board").exit_code == 0
     assert len(list((tmp_path / "board").iterdir())) == 1
+
+
+def test_the_option_for_event_files_may_be_followed_by_the_run(run, tmp_path):
+    facts = json.loads(command("--no-examples", "--json", "--tensorboard", run.path).output)
+    assert facts["written"] == {"tensorboard": str(run.path / "tensorboard")}
+    facts = json.loads(command("--no-examples", "--json", "--tensorboard", tmp_path / "b", run.path).output)
+    assert facts["written"] == {"tensorboard": str(tmp_path / "b")}
+    missing = command("--tensorboard")
+    assert (missing.exit_code, "Missing argument 'RUN'" in missing.output) == (2, True)

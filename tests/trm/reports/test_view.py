@@ -14,7 +14,7 @@ from trm.reports.monitor import view_of
 from trm.reports.view import describe_eta, sparkline
 from trm.reports.watching import Watched
 from trm.runs import events
-from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, begin
+from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, begin, only_trainer
 from trm.runs.rows import EvalRow, ResourceRow, TrainRow
 
 SAMPLE = ResourceRow([91.0, 97.0], 188.0, 2**30, 3 * 2**30, 8 * 2**30, 0, None, None, None, None, 81.0, False)
@@ -65,9 +65,10 @@ def screen(run, columns=100, **options):
 
 
 def test_one_screen_shows_everything_that_matters(run):
-    text = screen(run)
+    with only_trainer(run.path):
+        text = screen(run)
     for fact in (
-        "training", "step 40 of 100, 40%", "about", "left", "loss 0.075 █", "exact accuracy 50.0%",
+        "run: running", "step 40 of 100, 40%", "about", "left", "loss 0.075 █", "exact accuracy 50.0%",
         "best 50.0%", "learning rate 0.001", "40 samples/s now, 40 on average", "1.00 of 4.0 GiB",
         "CPU 91 97 %",
         "heat: not reported", "battery 81 %, on mains power", "plan: 1 x", "float32",
@@ -85,20 +86,32 @@ def test_a_terminal_without_unicode_gets_ascii(run):
     assert screen(run, ascii_only=True).isascii()
 
 
-def test_a_run_is_dead_finished_or_stopped(run, config):
-    view = view_of(run, config)
+def test_a_run_without_news_is_still_running_while_its_trainer_lives(run, config):
+    with only_trainer(run.path):
+        view = view_of(run, config)
+        view.read()
+        assert view.described_state() == "running"
+        assert view.described_state(time.time() + 200) == "running, no sign of life for 3 min"
     view.read()
-    assert view.state() == "training"
-    assert view.state(time.time() + 200) == "no sign of life for 3 min"
+    assert view.described_state() == "crashed"
+    assert view.described_state(time.time() + 200) == "crashed, no sign of life for 3 min"
+
+
+def test_the_view_follows_stops_and_resumptions(run, config):
+    view = view_of(run, config)
     run.record(events.Stopped("interrupted", 40, 20.0, 0))
     view.read()
-    assert view.state() == "stopped"
-    run.append(METRICS, train_row(100))
-    view.read()
-    assert view.state() == "training"
-    run.record(events.Stopped("max_steps", 100, 50.0, 0))
-    view.read()
-    assert view.state() == "finished"
+    assert view.state.name == "stopped"
+    with only_trainer(run.path):
+        view.read()
+        assert view.state.name == "running", "it has started again and has recorded nothing yet"
+        run.append(METRICS, train_row(100))
+        view.read()
+        assert view.state.name == "running"
+        run.record(events.Stopped("max_steps", 100, 50.0, 0))
+        view.read()
+        assert view.state.name == "finished", "its command still writes the report"
+        assert view.facts()["reason"] == "max_steps"
 
 
 def test_a_run_that_is_replaced_is_read_again(run, config):
@@ -183,6 +196,12 @@ def test_every_event_has_a_text_of_its_own():
         describe_event(events.Stopped("target", 3, 1.0, 1).to_row())
         == "stopped after step 3: the target is reached"
     )
+
+
+def test_one_thread_is_not_several():
+    row = {"event": "plan", "accumulation_steps": 2, "micro_batch_size": 4, "threads": 1}
+    assert describe_event(row) == "plan: 2 x 4 examples, 1 thread"
+    assert describe_event({**row, "threads": 3}) == "plan: 2 x 4 examples, 3 threads"
 
 
 def test_times_and_curves_are_short():

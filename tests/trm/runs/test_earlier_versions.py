@@ -5,7 +5,8 @@ from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.checkpoint_files import Checkpoint
 from trm.runs.directory import EVENTS, METRICS, Run, begin
-from trm.runs.listing import list_runs, primary_metric
+from trm.runs.listing import list_runs
+from trm.runs.metric import primary_metric
 from trm.runs.saved_state import SavedState, read_state
 from trm.tasks.dataset import open_split
 from trm.training.loop import Limits
@@ -116,7 +117,7 @@ def test_a_best_with_another_depth_is_not_compared_in_an_earlier_run_either(earl
 def test_an_earlier_run_is_listed_with_its_metric(earlier_run):
     found = {summary.path: summary for summary in list_runs(earlier_run.path.parent)}
     now, earlier = (found[str(earlier_run.path.parent / name)] for name in ("now", "earlier"))
-    assert (earlier.step, earlier.seconds, earlier.state) == (now.step, now.seconds, "unfinished")
+    assert (earlier.step, earlier.seconds, earlier.state) == (now.step, now.seconds, "stopped")
     assert (earlier.primary_metric, earlier.accuracy) == (now.primary_metric, now.accuracy)
 
 

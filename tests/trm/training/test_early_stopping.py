@@ -220,14 +220,14 @@ def test_another_patience_or_none_continues_it(ended, trained):
     assert (outcome.reason, outcome.step) == ("early stopping", 12)
     outcome = run(changed(trained[1], early_stopping=None), ended.path)
     assert (outcome.reason, outcome.step) == ("max_steps", 20)
-    assert summarise(ended).state == "done"
+    assert summarise(ended).state == "finished"
 
 
 def test_more_steps_are_trained_whatever_the_accuracy(ended, trained):
     display = Recorder()
     longer = extend(ended, trained[1], 6, display)
     assert display.messages == [f"Training {ended.path} from step 8 to step 14, whatever its accuracy."]
-    assert summarise(ended).state == "unfinished"
+    assert summarise(ended).state == "stopped"
     run(longer, ended.path, max_step=10)
     again = extend(ended, ended.config, 6, display)  # the same request, after an interruption
     outcome = run(again, ended.path)

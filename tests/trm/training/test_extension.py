@@ -58,10 +58,10 @@ def request(run, num_steps, display=None, **options):
 def test_a_finished_run_is_trained_for_exactly_the_requested_steps(finished):
     display = Recorder()
     longer = request(finished, 10, display)
-    assert (summarise(finished).state, summarise(finished).max_steps) == ("unfinished", 30)
+    assert (summarise(finished).state, summarise(finished).max_steps) == ("stopped", 30)
     outcome = run(longer, finished.path)
     assert (outcome.reason, outcome.step) == ("max_steps", 30)
-    assert summarise(finished).state == "done"
+    assert summarise(finished).state == "finished"
     (event,) = [row for row in finished.rows(EVENTS) if row["event"] == "extended"]
     assert (event["step"], event["last_step"]) == (20, 30)
     assert display.messages == [

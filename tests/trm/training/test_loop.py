@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -445,11 +446,12 @@ def test_a_resumed_run_says_that_its_best_checkpoint_cannot_be_used(tmp_path, da
     assert said in warning
 
 
-def test_a_run_with_an_unreadable_recipe_is_listed_as_unreadable(tmp_path, dataset):
+def test_a_run_with_an_unreadable_recipe_is_listed_with_what_is_known_of_it(tmp_path, dataset):
     run(run_config(dataset), tmp_path / "run", max_step=2)
     (tmp_path / "run" / "recipe.yaml").write_bytes(b"\xff")
     (found,) = list_runs(tmp_path)
-    assert (found.state, found.step, found.task) == ("unreadable", 2, None)
+    assert (found.state, found.step, found.task) == ("stopped", 2, None)
+    assert "recipe.yaml" in found.problem
 
 
 def test_deterministic_runs_are_equal_bit_for_bit(tmp_path, dataset):
@@ -496,6 +498,15 @@ def test_a_resumed_run_records_what_changed_in_its_plan(tmp_path, dataset):
     assert any(text.endswith("after step 2 (micro_batch_size 6 -> 2).") for text in display.messages)
     (resumed,) = (row for row in Run(tmp_path / "run").rows(EVENTS) if row["event"] == "resumed")
     assert resumed["changes"] == ["micro_batch_size 6 -> 2"]
+
+
+def test_a_resumed_run_does_not_name_a_plan_that_is_only_provisional(tmp_path, dataset):
+    run(run_config(dataset), tmp_path / "run", max_step=2)
+    display = Recorder()
+    config = run_config(dataset, plan__micro_batch_size=2)
+    provisional = replace(plan_of(config), provisional=True)
+    train(config, tmp_path / "run", provisional, Limits(max_step=3), display)
+    assert any(text.endswith("after step 2.") for text in display.messages)
 
 
 def test_other_data_is_refused_with_every_difference(tmp_path, dataset):

@@ -22,7 +22,14 @@ from trm.arrays import BoolArray, IntArray, IntegerArray
 from trm.config import Fraction
 from trm.display import Display
 from trm.tasks.documents.duplicates import Groups, group_copies, mixed
-from trm.tasks.documents.labels import LabelCounts, category_of, default_map, load_map
+from trm.tasks.documents.labels import (
+    CategoryMap,
+    LabelCounts,
+    category_of,
+    default_map,
+    describe_unused,
+    load_map,
+)
 from trm.tasks.documents.mail import Mail
 from trm.tasks.documents.quality import QualityCounter, QualityReport
 from trm.tasks.documents.records import Facts
@@ -105,7 +112,10 @@ def collect_documents(
     """Find the category of each message, show what the mail is like, and choose the test set."""
     display.status("Finding categories and copies")
     columns = _Columns.of(spool, options.split)
-    return _collect(spool, columns, columns.categories(options.mapping), options, display)
+    mapping = None if options.mapping is None else load_map(Path(options.mapping))
+    for problem in [] if mapping is None else describe_unused(mapping, columns.label_counts):
+        display.message(f"warning: {problem}")
+    return _collect(spool, columns, columns.categories(mapping), options, display)
 
 
 def collect_unlabelled(
@@ -209,10 +219,10 @@ class _Columns:
             self.num_characters.append(facts.num_characters)
         self.tally[kind, Facts(facts.verdict, facts.reason, facts.is_empty, facts.language)] += 1
 
-    def categories(self, mapping_file: str | None) -> list[str | None]:
+    def categories(self, mapping: CategoryMap | None) -> list[str | None]:
         """Return the category of each kind."""
-        mapping = default_map(self.label_counts) if mapping_file is None else load_map(Path(mapping_file))
-        return [category_of(folders, labels, mapping) for folders, labels in self.kinds]
+        used = mapping or default_map(self.label_counts)
+        return [category_of(folders, labels, used) for folders, labels in self.kinds]
 
     def report(self, category_of_kind: Sequence[str | None], copies: Groups) -> QualityReport:
         counter = QualityCounter()

@@ -115,6 +115,22 @@ def category_of(folders: Sequence[str], labels: Sequence[str], mapping: Category
     return folders[0] if folders else None
 
 
+def describe_unused(mapping: CategoryMap, counts: LabelCounts) -> list[str]:
+    """Return a sentence about each pattern of a mapping that no folder and no label matches."""
+    names = {*_names("folder", counts.folders), *_names("label", counts.labels)}
+    return [
+        f"no folder and no label matches {pattern!r}, which the mapping has in {where!r}"
+        for where, patterns in _patterns(mapping)
+        for pattern in patterns
+        if not _Matcher.of([pattern]).matches(names)
+    ]
+
+
+def _patterns(mapping: CategoryMap) -> Iterable[tuple[str, tuple[str, ...]]]:
+    yield from mapping.categories.items()
+    yield "ignore", mapping.ignore
+
+
 def default_map(counts: LabelCounts) -> CategoryMap | None:
     """Return the mapping to use where none is given: the ready one for mail with labels but no folders."""
     return ready_map() if len(counts.folders) < 2 and counts.labels else None

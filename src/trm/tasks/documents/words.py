@@ -16,6 +16,7 @@ _WORD = re.compile(r"\w\w+|[$!?%€£₺]+")
 _TURKISH_LETTERS = re.compile(r"[ğĞşŞıİ]")
 _MIN_TURKISH_SHARE = 0.005  # of all characters; a name in an English mail stays below it
 _LONG_NUMBER = 5  # longer ones are replaced by their length: accounts and telephone numbers do not repeat
+_FORM = ("H:has:", "H:part:")  # header features that say nothing about what is written
 _TO_TURKISH_LOWER = str.maketrans({"I": "ı", "İ": "i"})
 
 
@@ -56,3 +57,9 @@ def ngrams(mail: Mail) -> Iterator[str]:
 def with_pairs(of: Sequence[str]) -> Iterator[str]:
     yield from of
     yield from (f"{one} {other}" for one, other in pairwise(of))
+
+
+def is_content(ngram: str) -> bool:
+    """Whether a feature is a single word, domain or file type: not a pair of words, and not what almost every
+    message has, such as a header of that name or a part of plain text."""
+    return " " not in ngram and not ngram.startswith(_FORM)
