@@ -19,7 +19,7 @@ from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
 from trm.config import RunConfig, load_config
 from trm.plan import EVALUATION_FACTOR, Plan
-from trm.planning.measurements import memory_model
+from trm.planning.measurements import RunMemory
 from trm.planning.planner import Planner
 from trm.runs.directory import EVENTS, Run
 from trm.tasks.dataset import open_split
@@ -112,13 +112,13 @@ def compare(config: RunConfig, sizes: tuple[int, ...], directory: Path, facts: J
     execution = planner.execution()
     measured = planner.measurer.measure(execution)
     assert measured is not None, "not even one example fits"
-    model = memory_model(measured.sizes)
+    memory = RunMemory.of(measured, execution.workers)
     errors = []
     for size in sizes:
         plan = Plan.of(execution, size, config.training.effective_batch_size)
         run = Path(tempfile.mkdtemp(dir=directory)) / "run"
         real = real_peak_bytes(config, run, plan)
-        predicted = model.peak_bytes(size)
+        predicted = memory.peak_bytes(size)
         errors.append(round(100 * (predicted / real - 1), 1))
         row = {
             **facts,

@@ -20,7 +20,7 @@ from macbook_optimization.memory_management import MIB
 from trm.backends.base import Program
 from trm.planning.measurements import Measurements
 
-_SCHEMA = 2  # of what is stored
+_SCHEMA = 3  # of what is stored
 _MAX_BYTES = MIB  # of one file; measurements take a few KiB
 _OF_NO_CONSEQUENCE = {
     "learning_rate",

@@ -9,7 +9,7 @@ from macbook_optimization.memory_management import MARGIN, MIB, Budget
 from macbook_optimization.training_config_adapter import plan_batches
 from trm.config import RunConfig
 from trm.plan import Execution, Plan
-from trm.planning.measurements import Measurements, Parallelism, address_space_model, memory_model
+from trm.planning.measurements import Measurements, Parallelism, RunMemory, address_space_model
 from trm.planning.probe import FIRST_SIZE
 from trm.planning.tuning import LARGE_ENOUGH, NEARLY_AS_FAST, smallest_fast_size, spread
 
@@ -25,15 +25,16 @@ def make_plan(
 ) -> Plan:
     """Choose micro-batch size and parallelism for an execution that is otherwise decided."""
     num_slots = config.training.effective_batch_size
-    memory = memory_model(measured.sizes)
+    parallelism, why_threads = choose_parallelism(config, measured, choices)
+    memory = RunMemory.of(measured, parallelism.workers)
     wanted, why_size = config.plan.micro_batch_size, BY_HAND
     if wanted is None:
         wanted, why_size = fast_enough(measured.by_size, num_slots)
-    most = largest_fitting(measured, budget, num_slots)
+    most = largest_fitting(measured, budget, num_slots, parallelism.workers)
     if most < wanted:
         why_size = f"a larger one does not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
-    batches = plan_batches(num_slots, memory, budget.resident_bytes, min(most, wanted))
-    parallelism, why_threads = choose_parallelism(config, measured, choices)
+    at_most = min(most, wanted)
+    batches = plan_batches(num_slots, memory.line(at_most), budget.resident_bytes, at_most)
     size = batches.micro_batch_size
     return Plan(
         execution=replace(execution, **parallelism._asdict()),
@@ -41,7 +42,7 @@ def make_plan(
         accumulation_steps=batches.accumulation_steps,
         budget_bytes=budget.resident_bytes,
         predicted_peak_bytes=memory.peak_bytes(size),
-        memory=memory,
+        memory=memory.line(size),
         samples_per_second=_throughput(measured, size, parallelism),
         other_cpu_percent=measured.other_cpu_percent,
         reasons={
@@ -63,13 +64,12 @@ def _savings_reasons(config: RunConfig, execution: Execution) -> dict[str, str]:
     return reasons
 
 
-def largest_fitting(measured: Measurements, budget: Budget, num_slots: int) -> int:
+def largest_fitting(measured: Measurements, budget: Budget, num_slots: int, workers: int) -> int:
     """Return how many examples at a time fit the budget and, where it is limited, the address space."""
     largest = measured.sizes[-1]
-    memory = memory_model(measured.sizes)
+    most = RunMemory.of(measured, workers).largest_batch(budget.resident_bytes * (1 - MARGIN))
     if len(measured.sizes) == 1 and num_slots > 1:  # and more did not fit
-        return largest.micro_batch_size if memory.needed_bytes() <= budget.resident_bytes else 0
-    most = memory.largest_batch(budget.resident_bytes * (1 - MARGIN))
+        return min(most, largest.micro_batch_size)
     addresses = address_space_model(measured.sizes)
     if budget.address_space_bytes is not None and addresses is not None:
         # What was measured under this very limit needs no margin.

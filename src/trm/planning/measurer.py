@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from macbook_optimization.children import ChildDied, run_in_child
@@ -17,7 +17,8 @@ from trm.config import RunConfig
 from trm.display import Display
 from trm.plan import Execution
 from trm.planning.cache import cache_directory, cache_key, keep_measurements, mapped_mib, read_measurements
-from trm.planning.measurements import Measurements
+from trm.planning.measurements import Measurements, Parallelism
+from trm.planning.row_widths import row_widths
 from trm.planning.settings import budget_of, parallelism_choices
 from trm.tasks.base import DataSpec
 
@@ -41,7 +42,10 @@ class Measurer:
             if earlier is not None and earlier.is_worth_repeating:
                 self.display.message(f"Measuring once more: {_disturbed(earlier)}.")
                 earlier = None
-            self.known[key] = earlier or self._probe(execution)
+            measured = earlier or self._probe(execution)
+            self.known[key] = measured and replace(
+                measured, row_widths=row_widths(self.config), workers=max(self._choices()).workers
+            )
         return self.known[key]
 
     def has_measured(self, execution: Execution) -> bool:
@@ -88,7 +92,7 @@ class Measurer:
         arguments = {
             "config": self.config.model_dump(mode="json"),
             "execution": asdict(execution),
-            "choices": parallelism_choices(self.config, self.hardware),
+            "choices": self._choices(),
             "budget_bytes": budget_of(self.config, self.hardware).resident_bytes,
             "available_bytes": self.hardware.memory.available_memory,
         }
@@ -100,6 +104,9 @@ class Measurer:
             timeout_seconds=PROBE_SECONDS,
         )
         return found
+
+    def _choices(self) -> list[Parallelism]:
+        return parallelism_choices(self.config, self.hardware)
 
     def probe_file(self, execution: Execution) -> Path:
         return cache_directory() / "probes" / f"{self._key(execution)}.json"
@@ -113,7 +120,9 @@ class Measurer:
             Program.of(self.config, self.data),
             self.hardware,
             execution=asdict(execution),
-            choices=parallelism_choices(self.config, self.hardware),
+            choices=self._choices(),
+            row_widths=row_widths(self.config),
+            evaluates=self.config.evaluation.every_steps is not None,
             mapped_mib=mapped_mib(self.config.data.path),
         )
 

@@ -219,7 +219,8 @@ class Planner:
         return measured.sizes[0].peak_bytes - saved > ALLOCATOR_GAIN * self.budget.resident_bytes
 
     def _most(self, measured: Measurements) -> int:
-        return largest_fitting(measured, self.budget, self.config.training.effective_batch_size)
+        workers = max(self.choices()).workers
+        return largest_fitting(measured, self.budget, self.config.training.effective_batch_size, workers)
 
     def _precision(self, checkpointing: Checkpointing, allocator: str) -> tuple[str, str]:
         """Return float32, unless less is requested and a measured step is faster with it."""

@@ -23,11 +23,11 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MemoryMonitor, peak_address_space
 from macbook_optimization.resource_monitoring import CpuLoad
 from trm.backends.base import Program, SingleProcess, StepSettings, load_backend
-from trm.batch import Batch
 from trm.config import RunConfig
 from trm.feed import Feed
 from trm.plan import EVALUATION_FACTOR, Execution
 from trm.planning.measurements import Measurements, Parallelism, SizeResult
+from trm.planning.row_widths import row_widths
 from trm.planning.tuning import Trial, search
 from trm.schedule import typical_cycles
 from trm.slots import Slots
@@ -182,7 +182,8 @@ class Stepper:
         num_slots = program.num_slots
         self.learner = self.backend.learner(program, self.execution, SingleProcess(num_slots))
         batch = Feed(config, task, self.train).batch(Slots.new(num_slots).refilled(), step=1)
-        self.batch = _as_long_as_possible(batch)
+        widths = row_widths(config)  # the first rows, which are computed, are the longest of a step
+        self.batch = batch if widths is None else replace(batch, lengths=np.array(widths))
 
     def use(self, parallelism: Parallelism) -> None:
         self.execution = replace(self.execution, **parallelism._asdict())
@@ -205,9 +206,11 @@ class Stepper:
     def measure(self, size: int) -> SizeResult:
         """Take a step of two micro-batches and one of one: a single step under-reads the peak by a tenth."""
         self.seconds_per_slot(size, micro_batches=2)
-        seconds = self.seconds_per_slot(size)
+        result = self.result(size, 1 / self.seconds_per_slot(size))
+        if self.config.evaluation.every_steps is None:
+            return result
         self._evaluate(EVALUATION_FACTOR * size)
-        return self.result(size, 1 / seconds)
+        return replace(self.result(size, result.samples_per_second), step_bytes=result.peak_bytes)
 
     def result(self, size: int, samples_per_second: float) -> SizeResult:
         return SizeResult(size, self.peak_bytes(), peak_address_space(), samples_per_second)
@@ -224,16 +227,15 @@ class Stepper:
         return 1 / min(seconds)
 
     def _evaluate(self, count: int) -> None:
-        """Take two inference steps: during the second, the latents of the first are still there."""
-        batch = _as_long_as_possible(self.test.batch(np.arange(count) % len(self.test)))
+        """Take two inference steps: during the second, the latents of the first are still there.
+
+        An evaluation begins with the longest rows.
+        """
+        longest = np.arange(len(self.test))
+        if self.test.lengths is not None:
+            longest = np.argsort(-self.test.lengths.astype(np.int64))
+        batch = self.test.batch(np.resize(longest, count)).trimmed()
         predictor = self.learner.predictor()
         predictor.begin(batch)
         for _ in range(2):
             predictor.advance(np.arange(count), batch.inputs)
-
-
-def _as_long_as_possible(batch: Batch) -> Batch:
-    """Return rows of the full width: training and evaluation compute the longest ones together."""
-    if batch.lengths is None:
-        return batch
-    return replace(batch, lengths=np.full(len(batch), batch.inputs.shape[1]))

@@ -5,17 +5,25 @@ This happens once, before the first step; the checkpoint of step 0 contains the 
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from macbook_optimization.checkpoint_management import Warn
-from macbook_optimization.errors import CheckpointError, ConfigError
+from macbook_optimization.children import ChildDied, Send, run_in_child
+from macbook_optimization.errors import CheckpointError, ConfigError, MemoryBudgetError, RunError
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
+from trm.arrays import Float32Array, IntArray
 from trm.backends.base import Learner
 from trm.config import RunConfig
 from trm.exchange import weights_of_run
 from trm.feed import Feed
 from trm.tasks.base import HasVocabulary
+from trm.tasks.dataset import open_split
+from trm.tasks.registry import load_task
 
 _EMBEDDINGS = "embed_tokens."
 _BODY = (_EMBEDDINGS, "L_level.")  # without any of these, nothing that was learned would be taken
@@ -35,11 +43,37 @@ def initialise(learner: Learner, feed: Feed, warn: Warn) -> str | None:
 
 
 def _set_word_vectors(learner: Learner, feed: Feed) -> str:
-    task = cast(HasVocabulary, feed.task)  # which the feed has checked
-    tokens, vectors = task.word_vectors(feed.split, feed.config.model.hidden_size)
+    tokens, vectors = _word_vectors(feed)
     learner.set_embeddings(tokens, vectors)
     known = counted(len(tokens), "token")
     return f"The embeddings of {known} of {feed.split.spec.vocab_size:,} start from co-occurrence"
+
+
+def _word_vectors(feed: Feed) -> tuple[IntArray, Float32Array]:
+    """Compute the vectors in a child process, which returns its memory to the system before the first step.
+
+    In this process it would stay in the heap, and small micro-batches would never need as much again.
+    """
+    width = feed.config.model.hidden_size
+    arguments = {"task": feed.task.name, "dataset": str(feed.config.data.path), "width": width}
+    try:
+        found: JsonObject = run_in_child(f"{__name__}:word_vectors_in_child", arguments)
+    except ChildDied as death:
+        if death.may_be_out_of_memory:
+            raise MemoryBudgetError(
+                f"There is too little memory to count which words occur together: the process {death}.",
+                hint="Close other programs, or start from random ones: training.initial_embeddings=random",
+            ) from death
+        raise RunError(f"The computation of word vectors {death}.", hint="This is a bug.") from death
+    vectors = np.frombuffer(base64.b64decode(found["vectors"]), dtype=np.float32).reshape(-1, width)
+    return np.array(found["tokens"], dtype=np.int64), vectors.copy()
+
+
+def word_vectors_in_child(task: str, dataset: str, width: int, send: Send) -> JsonObject:
+    """Return tokens, and the bytes of their float32 vectors. The trainer has verified the data."""
+    with_words = cast(HasVocabulary, load_task(task))  # which the feed has checked
+    tokens, vectors = with_words.word_vectors(open_split(Path(dataset), "train", verified={}), width)
+    return {"tokens": tokens.tolist(), "vectors": base64.b64encode(vectors.tobytes()).decode("ascii")}
 
 
 def _take_weights(learner: Learner, feed: Feed, path: Path, warn: Warn) -> str:

@@ -13,8 +13,8 @@ from trm.config import load_config
 from trm.feed import Feed
 from trm.runs.directory import EVENTS, Run
 from trm.tasks.dataset import open_split
-from trm.tasks.documents import writing
 from trm.tasks.documents.email import TASK
+from trm.training import initial
 from trm.training.loop import Limits
 from trm.training.start import train
 from trm.training.state import TrainingState
@@ -101,7 +101,7 @@ def test_embeddings_are_computed_once(tmp_path, dataset, monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError
 
-    monkeypatch.setattr(writing, "word_vectors", fail)
+    monkeypatch.setattr(initial, "_word_vectors", fail)
     for stop_at in (3, STEPS):
         assert run(config, tmp_path / "resumed", max_step=stop_at).step == stop_at
     assert_same_end(tmp_path / "whole", tmp_path / "resumed")

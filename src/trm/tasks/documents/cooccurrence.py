@@ -21,6 +21,7 @@ WINDOW = 5  # positions between two tokens that occur together, at most
 MIN_PAIRS = 50  # of a token, which occurs five times then; the neighbours of a rarer one say little
 _MAX_TOKENS = 2**21  # that are read, from rows spread evenly over the split. This bounds memory to 0.4 GB
 _TOKENS_AT_A_TIME = 2**18
+_PAIRS_AT_A_TIME = 2**18
 _SMOOTHING = 0.75  # exponent of the neighbours' frequencies, without which rare ones would weigh most
 _SPARE_COLUMNS = 16  # of the iteration, beyond those that are wanted
 _ITERATIONS = 6
@@ -51,9 +52,12 @@ def _counted_pairs(split: Split, first_word: int) -> tuple[IntArray, IntArray]:
         found = _pairs(split.batch(examples).inputs, first_word, split.spec.vocab_size)
         new, new_counts = np.unique(found, return_counts=True)
         del found
-        pairs, places = np.unique(np.concatenate([pairs, new]), return_inverse=True)
-        weights = np.concatenate([counts, new_counts])
-        counts = np.bincount(places, weights=weights, minlength=len(pairs)).astype(np.int64)
+        places = np.searchsorted(pairs, new)
+        is_known = np.append(pairs, -1)[places] == new
+        counts[places[is_known]] += new_counts[is_known]
+        others = ~is_known
+        pairs = np.insert(pairs, places[others], new[others])
+        counts = np.insert(counts, places[others], new_counts[others])
     return pairs, counts
 
 
@@ -81,17 +85,27 @@ def _pairs(tokens: IntArray, first_word: int, vocab_size: int) -> IntArray:
 def _information(pairs: IntArray, counts: IntArray, vocab_size: int) -> Any:
     """Return the positive pointwise mutual information of tokens (rows) and neighbours, a sparse matrix."""
     sparse = _library()
-    left, right = np.divmod(pairs, vocab_size)
-    together = sparse.coo_matrix((counts.astype(np.float64), (left, right)), shape=(vocab_size, vocab_size))
-    together = (together + together.T).tocoo()
-    occurrences: FloatArray = np.asarray(together.sum(1), dtype=np.float64).ravel()
+    left, right = (each.astype(np.int32) for each in np.divmod(pairs, vocab_size))
+    occurrences: FloatArray = np.zeros(vocab_size)
+    for tokens in (left, right):
+        occurrences += np.bincount(tokens, weights=counts, minlength=vocab_size)
     smoothed = occurrences**_SMOOTHING
-    expected = occurrences[together.row] * smoothed[together.col] / max(1.0, smoothed.sum())
     is_known = occurrences >= MIN_PAIRS
-    is_more = (together.data > expected) & is_known[together.row] & is_known[together.col]
-    places = together.row[is_more], together.col[is_more]
-    information = np.log(together.data[is_more] / expected[is_more]).astype(np.float32)
-    return sparse.csr_matrix((information, places), shape=together.shape)
+
+    def informative(rows: Any, columns: Any, together: FloatArray) -> tuple[Any, Any, Any]:
+        expected = occurrences[rows] * smoothed[columns] / max(1.0, smoothed.sum())
+        is_more = (together > expected) & is_known[rows] & is_known[columns]
+        information = np.log(together[is_more] / expected[is_more]).astype(np.float32)
+        return rows[is_more], columns[is_more], information
+
+    parts = [(left[:0], left[:0], np.zeros(0, dtype=np.float32))]
+    for start in range(0, len(pairs), _PAIRS_AT_A_TIME):
+        a, b, times = (each[start : start + _PAIRS_AT_A_TIME] for each in (left, right, counts))
+        differ = a != b  # a token beside another of its kind is a neighbour of both
+        parts.append(informative(a, b, np.where(differ, times, 2 * times).astype(np.float64)))
+        parts.append(informative(b[differ], a[differ], times[differ].astype(np.float64)))
+    rows, columns, information = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return sparse.csr_matrix((information, (rows, columns)), shape=(vocab_size, vocab_size))
 
 
 def _left_vectors(matrix: Any, width: int) -> Float32Array:
