@@ -226,6 +226,9 @@ class Stepper:
     def _evaluate(self, count: int) -> None:
         """Take two inference steps: during the second, the latents of the first are still there."""
         batch = _as_long_as_possible(self.test.batch(np.arange(count) % len(self.test)))
+        if self.config.model.kind == "decoder":
+            self.learner.language_model().token_losses(batch)
+            return
         predictor = self.learner.predictor()
         predictor.begin(batch)
         for _ in range(2):

@@ -49,9 +49,9 @@ def _stopped(run: Run, config: RunConfig | None, stop: Row) -> RunState:
     reason = str(stop.get("reason"))
     text = f"It {one_line(describe_event(stop))}."
     checkpoints = run.checkpoints()
-    _, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
+    best = primary_metric(checkpoints.best() or {})
     step = checkpoints.newest_step() or 0
-    done = reason in ("target", "max_steps") if config is None else is_done(config, step, accuracy)
+    done = reason in ("target", "max_steps") if config is None else is_done(config, step, best)
     if done:
         return RunState("finished", text)
     return RunState("stopped", f"{text} `trm train {run.path}` resumes it.")

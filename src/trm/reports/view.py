@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from trm.runs.directory import Run
 from trm.runs.events import PlanChosen, Stopped
 from trm.runs.listing import is_done, metric_label
 from trm.runs.rows import Row
+from trm.tasks.metrics import goodness, shown_value
 
 SPARK_COLUMNS = 16
 NUM_EVENTS = 3
@@ -106,7 +108,8 @@ class RunView:
         stopped = self._last_event(Stopped.name)
         last = self.last_time()
         if stopped is not None and number(stopped.get("time")) >= self._last_training_time():
-            done = is_done(self.config, self.history.step, self._best())
+            best = self._best()
+            done = is_done(self.config, self.history.step, None if best is None else (self.metric, best))
             return "finished" if done else "stopped"
         if last is None:
             return "nothing recorded yet"
@@ -130,7 +133,8 @@ class RunView:
 
     def _best(self) -> float | None:
         values = [number(row.get(self.metric)) for row in self.history.evaluations]
-        return max((value for value in values if math.isfinite(value)), default=None)
+        known = (value for value in values if math.isfinite(value))
+        return max(known, key=partial(goodness, self.metric), default=None)
 
     def _progress(self, columns: int, ascii_only: bool) -> list[str]:
         step, last = self.history.step, self.config.training.last_step
@@ -153,8 +157,10 @@ class RunView:
         best = self._best()
         if best is not None:
             spark = sparkline(values, ascii_only=ascii_only)
-            cells.append(f"{metric_label(self.metric)} {values[-1]:.1%} {spark}".rstrip())
-            cells.append(f"best {best:.1%}")
+            cells.append(
+                f"{metric_label(self.metric)} {shown_value(self.metric, values[-1])} {spark}".rstrip()
+            )
+            cells.append(f"best {shown_value(self.metric, best)}")
         if self.history.recent:
             cells.append(f"learning rate {number(self.history.recent[-1].get('learning_rate')):.2g}")
         return cells

@@ -16,6 +16,7 @@ from trm.config import RunConfig
 from trm.runs.directory import EVENTS, METRICS, Run, is_run
 from trm.runs.events import EARLY_STOPPING, Stopped
 from trm.runs.saved_state import check_compatible
+from trm.tasks.metrics import has_reached, shown_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def list_runs(root: Path) -> list[RunSummary]:
 
 def summarise(run: Run) -> RunSummary:
     checkpoints = run.checkpoints()
-    metric, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
+    best = primary_metric(checkpoints.best() or {})
     step = checkpoints.newest_step() or 0
     stopped, seconds, problem = _last_stop(run)
     try:
@@ -69,7 +70,7 @@ def summarise(run: Run) -> RunSummary:
         task = config.task
         max_steps = config.training.last_step
         state = "unfinished"
-        if is_done(config, step, accuracy):
+        if is_done(config, step, best):
             state = "done"
         elif has_stopped_early(config, step, stopped):
             state = "stopped early"
@@ -80,17 +81,19 @@ def summarise(run: Run) -> RunSummary:
         step=step,
         max_steps=max_steps,
         seconds=seconds,
-        primary_metric=metric,
-        accuracy=accuracy,
+        primary_metric=None if best is None else best[0],
+        accuracy=None if best is None else best[1],
         problem=problem,
     )
 
 
-def is_done(config: RunConfig, step: int, accuracy: float | None) -> bool:
-    """Return whether a run has reached its target or its last step."""
-    target = config.evaluation.target_accuracy
-    reached = target is not None and accuracy is not None and accuracy >= target
-    return reached or step >= config.training.last_step
+def is_done(config: RunConfig, step: int, best: tuple[str, float] | None) -> bool:
+    """Return whether a run has reached its target, by its best primary metric, or its last step."""
+    return target_reached(config, best) or step >= config.training.last_step
+
+
+def target_reached(config: RunConfig, best: tuple[str, float] | None) -> bool:
+    return best is not None and has_reached(*best, config.evaluation.target)
 
 
 def has_stopped_early(config: RunConfig, step: int, stopped: JsonMapping) -> bool:
@@ -128,16 +131,21 @@ def describe_runs(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _cells(run: RunSummary) -> list[str]:
-    known = run.accuracy is not None
     return [
         run.path,
         run.task or "?",
         run.state,
         f"step {run.step}/{run.max_steps or '?'}",
         "" if run.seconds is None else f"{run.seconds:.0f} s",
-        f"{metric_label(run.primary_metric)} {run.accuracy:.1%}" if known else "",
+        _best_value(run),
         "" if run.problem is None else f"({run.problem.splitlines()[0]})",
     ]
+
+
+def _best_value(run: RunSummary) -> str:
+    if run.primary_metric is None or run.accuracy is None:
+        return ""
+    return f"{metric_label(run.primary_metric)} {shown_value(run.primary_metric, run.accuracy)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from trm.backends.base import Learner
 from trm.config import RunConfig
 from trm.exchange import weights_of_run
 from trm.feed import Feed
-from trm.tasks.base import HasVocabulary
+from trm.tasks.base import HasVocabulary, HasWordVectors
 
 _EMBEDDINGS = "embed_tokens."
-_BODY = (_EMBEDDINGS, "L_level.")  # without any of these, nothing that was learned would be taken
+_BODY = (_EMBEDDINGS, "L_level.", "layers.")  # without any of these, nothing that was learned would be taken
 
 
 def initialise(learner: Learner, feed: Feed, warn: Warn) -> str | None:
@@ -35,7 +35,7 @@ def initialise(learner: Learner, feed: Feed, warn: Warn) -> str | None:
 
 
 def _set_word_vectors(learner: Learner, feed: Feed) -> str:
-    task = cast(HasVocabulary, feed.task)  # which the feed has checked
+    task = cast(HasWordVectors, feed.task)  # which the feed has checked
     tokens, vectors = task.word_vectors(feed.split, feed.config.model.hidden_size)
     learner.set_embeddings(tokens, vectors)
     known = counted(len(tokens), "token")
