@@ -44,16 +44,14 @@ def sections() -> Iterator[tuple[str, Schema]]:
 def _sections(prefix: str, section: Schema, definitions: Schema) -> Iterator[tuple[str, Schema]]:
     yield prefix, section
     for name, field in section["properties"].items():
-        inner = _section_name(field)
-        if inner is not None:
+        for inner in _section_names(field):
             yield from _sections(f"{prefix}{name}.", definitions[inner], definitions)
 
 
-def _section_name(field: Schema) -> str | None:
-    """Return the name of the section that a field holds, also where it may be null, or holds a list of."""
-    places = (field, *field.get("anyOf", ()), field.get("items", {}))
-    references = (each["$ref"] for each in places if "$ref" in each)
-    return next((reference.rpartition("/")[2] for reference in references), None)
+def _section_names(field: Schema) -> list[str]:
+    """Return the sections that a field may hold: one or several kinds, or a list of one."""
+    places = (field, *field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items", {}))
+    return [each["$ref"].rpartition("/")[2] for each in places if "$ref" in each]
 
 
 def keys() -> Iterator[tuple[str, Schema]]:
@@ -67,6 +65,9 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for prefix, section in sections():
         title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
+        kind = section["properties"].get("kind", {}).get("const")
+        if kind is not None:
+            title += f" with `kind: {kind}`"
         rows = [_row(prefix, name, section) for name in section["properties"]]
         table = "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *rows])
         parts.append(f"## {title}\n\n{_one_line(section['description'])}\n\n{table}\n")
@@ -81,7 +82,7 @@ def _row(prefix: str, name: str, section: Schema) -> str:
 
 
 def _default(name: str, field: Schema) -> str:
-    if _section_name(field) is not None and field.get("default"):
+    if _section_names(field) and field.get("default"):
         return "see below"
     if "default" in field:
         return f"`{_yaml(field['default'])}`"
@@ -93,7 +94,7 @@ def _values(field: Schema) -> str:
     """Return the accepted values in words: choices, or a type with its range."""
     if "anyOf" in field:
         return _alternatives([_values(each) for each in field["anyOf"]])
-    if "$ref" in field:
+    if "$ref" in field or "oneOf" in field:
         return "section"
     if "enum" in field or "const" in field:
         return _alternatives([f"`{_yaml(value)}`" for value in field.get("enum", [field.get("const")])])

@@ -110,7 +110,7 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
         with nullcontext(Silent()) if start.quiet else ProgressDisplay() as display:
             display.status("Starting")
             if start.more_steps is not None:
-                keep_target = any(each.startswith("evaluation.target_accuracy=") for each in overrides)
+                keep_target = any(each.startswith("evaluation.target_") for each in overrides)
                 config = extend(Run(path), config, start.more_steps, display, keep_target=keep_target)
             if not start.fresh and (outcome := outcome_if_finished(config, path, fit=start.fit)) is not None:
                 display.message(f"{path} has finished already; nothing is left to train.")

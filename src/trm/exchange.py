@@ -10,7 +10,7 @@ from macbook_optimization.errors import CheckpointError
 from macbook_optimization.output_files import OutputFile
 from trm.backends.base import Program, SingleProcess, Weights, load_backend
 from trm.backends.bounds import check_training, smallest_program
-from trm.config import RunConfig
+from trm.config import RunConfig, recursion_of
 from trm.plan import Execution
 from trm.runs.directory import Run, check_path, new_run, open_run
 from trm.runs.events import Imported
@@ -61,7 +61,7 @@ def import_weights(
 def _weights_of_file(file: Path, config: RunConfig) -> Weights:
     from trm.backends.pytorch.reference_weights import from_reference_file
 
-    return from_reference_file(file, config.model)
+    return from_reference_file(file, recursion_of(config.model, "The reference implementation"))
 
 
 def weights_of_run(path: Path, warn: Warn) -> tuple[RunConfig, Weights]:
@@ -105,13 +105,14 @@ def export_reference(
 
     run = Run(path)
     config = run.config
-    if config.model.mixer in ("neighbourhood", "candidates"):
+    model = recursion_of(config.model, "The reference implementation")
+    if model.mixer in ("neighbourhood", "candidates"):
         raise CheckpointError(
-            f"The reference implementation has no layers like those of model.mixer={config.model.mixer}"
+            f"The reference implementation has no layers like those of model.mixer={model.mixer}"
         )
     checkpoint = run.checkpoints().best_or_newest(warn)
     weights = checkpoint.load("ema" if averaged and config.training.ema else "weights")
-    write_reference_file(to_reference(weights, config.model, compiled), file)
+    write_reference_file(to_reference(weights, model, compiled), file)
     return checkpoint.step
 
 

@@ -18,8 +18,9 @@ from trm.batch import IGNORE_LABEL, Batch
 from trm.config import CurriculumConfig, RunConfig, did_you_mean
 from trm.schedule import value_at, word_dropout_of_step
 from trm.slots import Order, Purpose, Slots
-from trm.tasks.base import HasVocabulary, HasWords, Task
+from trm.tasks.base import Generative, HasWords, HasWordVectors, Task
 from trm.tasks.dataset import Split
+from trm.tasks.metrics import smaller_is_better
 
 _ROWS_AT_A_TIME = 16_384
 
@@ -36,6 +37,8 @@ class Feed:
         self._weight_of_class = class_weights(config.training.class_weights, split)
         _check_hints(config, split)
         _check_words(config, task)
+        require_kind(config, task)
+        require_target(config, task)
         if split.lengths is not None:
             config.model.require_padding()
 
@@ -55,7 +58,7 @@ class Feed:
             batch = self.task.without_words(batch, draws, dropout)
         if self._weight_of_class is not None:
             batch = replace(batch, weights=self._weight_of_class[class_of_rows(batch.labels)])
-        if self.config.training.noise:
+        if self.config.training.noise or self.config.model.dropout:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
         return batch if max_length is None else batch.cut(max_length)
 
@@ -130,10 +133,32 @@ def _check_words(config: RunConfig, task: Task) -> None:
     if (training.word_dropout or any(by_phase)) and not isinstance(task, HasWords):
         key = "training.word_dropout" if training.word_dropout else "word_dropout of training.phases"
         raise ConfigError(f"{key} is for tasks with words; {task.name} has none", hint=f"Remove {key}.")
-    if training.initial_embeddings != "random" and not isinstance(task, HasVocabulary):
+    if training.initial_embeddings != "random" and not isinstance(task, HasWordVectors):
         raise ConfigError(
             f"training.initial_embeddings is for tasks whose tokens are words; those of {task.name} are not",
             hint="Remove training.initial_embeddings.",
+        )
+
+
+def require_kind(config: RunConfig, task: Task) -> None:
+    """Raise `ConfigError` if the model cannot learn the task: text needs a decoder, others a recursion."""
+    wanted = "decoder" if isinstance(task, Generative) else "trm"
+    if config.model.kind != wanted:
+        raise ConfigError(
+            f"The task {task.name} needs model.kind={wanted}; this recipe has {config.model.kind}",
+            hint="`trm recipes` lists recipes of every task.",
+        )
+
+
+def require_target(config: RunConfig, task: Task) -> None:
+    """Raise `ConfigError` if the target is of the other direction than the task's primary metric."""
+    wanted, other = "target_accuracy", "target_loss"
+    if smaller_is_better(task.primary_metric):
+        wanted, other = other, wanted
+    if getattr(config.evaluation, other) is not None:
+        raise ConfigError(
+            f"evaluation.{other} is set, but the primary metric of {task.name} is {task.primary_metric}",
+            hint=f"Use evaluation.{wanted}.",
         )
 
 

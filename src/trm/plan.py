@@ -32,6 +32,7 @@ class Execution:
     gradient_checkpointing: Checkpointing = "none"
     allocator: str = "system"  # or "compact", which returns freed memory to the system immediately
     deterministic: bool = False
+    optimizer_in_backward: bool = False  # update each weight as soon as its gradient is known
     compiled_size: int | None = None  # micro-batch size that one block is compiled for; None: not compiled
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from trm.arrays import IntArray
-from trm.config import ModelConfig, PhaseConfig, TrainingConfig
+from trm.config import AnyModelConfig, PhaseConfig, TrainingConfig
 from trm.slots import Purpose, uniforms
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def value_at(schedule: Mapping[int, T], step: int) -> T:
     return schedule[max(start for start in schedule if start < step)]
 
 
-def cycles_of_step(step: int, model: ModelConfig, training: TrainingConfig, seed: int) -> int:
+def cycles_of_step(step: int, model: AnyModelConfig, training: TrainingConfig, seed: int) -> int:
     """Return the number of recursions in this step.
 
     Terminal supervision draws one number for the whole step, so that neither micro-batches nor ranks can
@@ -62,7 +62,7 @@ def cycles_of_step(step: int, model: ModelConfig, training: TrainingConfig, seed
     return int(cycles_of_steps(range(step, step + 1), model, training, seed)[0])
 
 
-def cycles_of_steps(steps: range, model: ModelConfig, training: TrainingConfig, seed: int) -> IntArray:
+def cycles_of_steps(steps: range, model: AnyModelConfig, training: TrainingConfig, seed: int) -> IntArray:
     """Return the number of recursions in each of these steps."""
     if training.supervision == "deep":
         return np.full(len(steps), model.cycles_per_step)
@@ -72,7 +72,7 @@ def cycles_of_steps(steps: range, model: ModelConfig, training: TrainingConfig, 
     return cycles
 
 
-def typical_cycles(model: ModelConfig, training: TrainingConfig) -> int:
+def typical_cycles(model: AnyModelConfig, training: TrainingConfig) -> int:
     """Return the recursions of a typical step, late in the schedule: the median where they are drawn."""
     if training.supervision == "deep":
         return model.cycles_per_step

@@ -271,6 +271,7 @@ def test_a_file_of_puzzles_that_never_ends_is_refused(tmp_path, path):
 
 
 def test_the_limits_of_the_command_line_are_those_of_recipes():
+    from trm.tasks.documents.text import TextOptions
     from trm.tasks.grids import arc
     from trm.tasks.grids.options import GridOptions
 
@@ -281,7 +282,8 @@ def test_the_limits_of_the_command_line_are_those_of_recipes():
         if not name.startswith("email")  # mail is read message by message, each with limits of its own
     }
     grids = GridOptions().max_input_mb
-    assert defaults == {"sudoku": grids, "maze": grids, "arc": arc.MAX_INPUT_MB}
+    text = TextOptions.model_fields["max_input_mb"].default
+    assert defaults == {"sudoku": grids, "maze": grids, "arc": arc.MAX_INPUT_MB, "text": text}
 
 
 def test_predict_needs_exactly_one_puzzle(workspace):

@@ -9,6 +9,7 @@ import yaml
 from macbook_optimization.errors import ConfigError
 from trm.config import (
     CurriculumConfig,
+    ModelConfig,
     PlateauConfig,
     RunConfig,
     Section,
@@ -347,7 +348,8 @@ ACCEPTED = {
     "null": {
         "model.attention_window", "training.max_grad_norm", "training.adaptive_min_length",
         "inference.converged_after", "evaluation.examples",
-        "evaluation.target_accuracy", "checkpoints.every_steps", "checkpoints.keep_every_hours",
+        "evaluation.target_accuracy", "evaluation.target_loss",
+        "checkpoints.every_steps", "checkpoints.keep_every_hours",
         "limits.thermal_throttle_threshold",
         "plan.micro_batch_size", "plan.threads", "plan.workers", "limits.memory_limit_mb",
         "limits.garbage_collection_frequency", "data.build.blanks", "data.build.train",
@@ -367,6 +369,7 @@ def numeric_keys(section, prefix=""):
 
 KEYS = [
     *numeric_keys(RunConfig),
+    *numeric_keys(ModelConfig, "model."),
     *numeric_keys(SUDOKU.Options, "data.build."),
     *numeric_keys(CurriculumConfig, "training.curriculum."),
     *numeric_keys(PlateauConfig, "training.plateau."),

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from macbook_optimization.errors import ConfigError, LaptopError
 from macbook_optimization.memory_management import MemoryModel
-from trm.arrays import BoolArray, Float32Array, IntArray
+from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from trm.batch import Batch
-from trm.config import ModelConfig, RunConfig, TrainingConfig, did_you_mean
+from trm.config import AnyModelConfig, RunConfig, TrainingConfig, did_you_mean
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
 
@@ -30,7 +30,7 @@ TensorGroups: TypeAlias = dict[str, Weights]  # file name of a checkpoint -> its
 class Program:
     """What is computed."""
 
-    model: ModelConfig
+    model: AnyModelConfig
     training: TrainingConfig  # objective and optimizer
     data: DataSpec
     seed: int = 0
@@ -138,6 +138,22 @@ class Predictor(Protocol):
         ...
 
 
+class LanguageModel(Protocol):
+    """A decoder without gradients: the loss of given text, and the next token of a text that grows."""
+
+    def token_losses(self, batch: Batch) -> FloatArray:
+        """Return the loss of every label, (n, L); 0 where there is none."""
+        ...
+
+    def begin(self, tokens: IntArray) -> Float32Array:
+        """Start a text with at most `max_len` of these tokens, and return the logits of the next one."""
+        ...
+
+    def append(self, token: int) -> Float32Array:
+        """Add a token, and return the logits of the next one."""
+        ...
+
+
 class Learner(Protocol):
     """The state of training: weights, their moving average, optimizer moments, carried latents."""
 
@@ -156,7 +172,13 @@ class Learner(Protocol):
         """
         ...
 
-    def predictor(self) -> Predictor: ...
+    def predictor(self) -> Predictor:
+        """Return the recursion without gradients; a decoder has none."""
+        ...
+
+    def language_model(self) -> LanguageModel:
+        """Return the decoder without gradients; only `model.kind: decoder` has one."""
+        ...
 
     def set_embeddings(self, tokens: IntArray, vectors: Float32Array) -> None:
         """Replace the embeddings of these tokens, in the weights and in their moving average."""
@@ -227,6 +249,8 @@ class Backend(Protocol):
     def learner(self, program: Program, execution: Execution, world: World) -> Learner: ...
 
     def predictor(self, program: Program, execution: Execution, weights: Weights) -> Predictor: ...
+
+    def language_model(self, program: Program, execution: Execution, weights: Weights) -> LanguageModel: ...
 
     def recorder(self, learner: Learner) -> StepRecorder:
         """Return what records the steps of this learner, for a profile."""

@@ -22,7 +22,7 @@ from trm.backends.sizes import (
     flops_per_recursion,
     flops_per_sample,
 )
-from trm.config import InferenceConfig, ModelConfig, RunConfig
+from trm.config import AnyModelConfig, DecoderConfig, InferenceConfig, ModelConfig, RunConfig
 from trm.schedule import typical_cycles
 from trm.tasks.base import DataSpec
 
@@ -38,6 +38,7 @@ MAX_LAYER_SECONDS_PER_STEP = 100.0
 MAX_LAYERS = 1000  # Python objects: 1,000 layers are built in 0.5 s there, and 4,000 took 15 s to measure
 MAX_LAYERS_WITH_GRADIENT = 10_000  # passes that autograd records in one step, each with dozens of objects
 ANSWERS_AT_A_TIME = 64  # questions whose answers after every step are in memory together
+_LAYERS_KEYS = {"transformer": "H_layers", "decoder": "num_layers"}  # by variant; the others have L_layers
 _HOUR = 3600.0
 _PASS_RATE = f"{1e6 * LAYER_SECONDS:.0f} us per pass through a layer"
 
@@ -116,28 +117,35 @@ def least_bytes(program: Program) -> int:
     model = program.model
     data = program.data
     slots = program.num_slots
-    weights = (3 + program.training.ema) * count_weights(model, data)
+    bytes_per_weight = 4
+    copies = 3 + program.training.ema
+    if isinstance(
+        model, DecoderConfig
+    ):  # a factored moment takes next to nothing, nor do gradients in backward
+        bytes_per_weight = 2 if model.weights_dtype == "bfloat16" else 4
+        copies = 1 + program.training.ema
+    weights = copies * count_weights(model, data)
     weights += data.num_puzzle_identifiers * model.puzzle_emb_ndim
     activations = count_positions(model, data) * model.hidden_size * _layers_per_recursion(model)
     if program.training.supervision == "deep":
         activations += slots * count_latents(model, data)
     bytes_each = 2 if model.forward_dtype == "bfloat16" else 4
-    return 4 * weights + bytes_each * activations + 2 * 8 * slots * data.max_len
+    return bytes_per_weight * weights + bytes_each * activations + 2 * 8 * slots * data.max_len
 
 
-def _layers_per_recursion(model: ModelConfig) -> int:
+def _layers_per_recursion(model: AnyModelConfig) -> int:
     return model.num_layers * model.block_passes_per_cycle
 
 
-def _too_many_layers(model: ModelConfig) -> ConfigError | None:
-    key = "H_layers" if model.variant == "transformer" else "L_layers"
+def _too_many_layers(model: AnyModelConfig) -> ConfigError | None:
+    key = _LAYERS_KEYS.get(model.variant, "L_layers")
     if model.num_layers > MAX_LAYERS:
         return ConfigError(
             f"model.{key} is {model.num_layers:,}; the limit is {MAX_LAYERS:,} layers",
-            hint=f"Lower model.{key}: the paper's models have 2 layers, which recurse.",
+            hint=f"Lower model.{key}.",
         )
     passes = _layers_per_recursion(model)
-    if passes > MAX_LAYERS_WITH_GRADIENT:
+    if passes > MAX_LAYERS_WITH_GRADIENT and isinstance(model, ModelConfig):
         return ConfigError(
             f"One recursion passes through {passes:,} layers (model.{key} x (model.L_cycles + 1)); the limit "
             f"is {MAX_LAYERS_WITH_GRADIENT:,}",
@@ -206,11 +214,13 @@ def _depth_factors(program: Program) -> dict[str, float]:
     """Compare with their usual values what decides about the passes through a layer."""
     model = program.model
     training = program.training
-    keys = ["H_layers"] if model.variant == "transformer" else ["L_layers", "L_cycles"]
-    if training.supervision == "deep" and model.variant != "transformer":
+    keys = [_LAYERS_KEYS.get(model.variant, "L_layers")]
+    if model.variant in ("trm", "singlez"):
+        keys.append("L_cycles")
+    if training.supervision == "deep" and "L_cycles" in keys:
         keys.append("H_cycles")
     factors = _relative_to_default(model, keys)
-    if training.supervision == "terminal":
+    if training.supervision == "terminal" and isinstance(model, ModelConfig):
         factors[f"training.depths, which is {training.depths}"] = max(training.depths.values()) / 16
     return factors
 
@@ -219,8 +229,11 @@ def _width_factors(program: Program) -> dict[str, float]:
     """Compare with their usual values what decides about the size of a layer and of the batch."""
     model = program.model
     data = program.data
-    factors = _relative_to_default(model, ["expansion", "width_multiple", "puzzle_emb_len"])
-    width = model.hidden_size / ModelConfig().hidden_size
+    is_decoder = isinstance(model, DecoderConfig)
+    factors = (
+        {} if is_decoder else _relative_to_default(model, ["expansion", "width_multiple", "puzzle_emb_len"])
+    )
+    width = model.hidden_size / type(model)().hidden_size
     factors[f"model.hidden_size, which is {model.hidden_size:,}"] = width**2
     slots = program.num_slots
     factors[f"training.effective_batch_size, which is {slots:,}"] = slots / 768
@@ -230,8 +243,8 @@ def _width_factors(program: Program) -> dict[str, float]:
     return factors
 
 
-def _relative_to_default(model: ModelConfig, keys: list[str]) -> dict[str, float]:
-    usual = ModelConfig()
+def _relative_to_default(model: AnyModelConfig, keys: list[str]) -> dict[str, float]:
+    usual = type(model)()
     return {
         f"model.{key}, which is {getattr(model, key):,}": getattr(model, key) / getattr(usual, key)
         for key in keys

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 
 from macbook_optimization.errors import ConfigError
-from trm.config import ModelConfig
+from trm.config import AnyModelConfig, DecoderConfig
 from trm.tasks.base import DataSpec
 
 
-def count_positions(config: ModelConfig, data: DataSpec) -> int:
+def count_positions(config: AnyModelConfig, data: DataSpec) -> int:
     """Return the positions of the latents: prefix and tokens, or every digit of every cell.
 
     Raises `ConfigError` where the mixer needs a grid that the dataset does not have.
     """
+    if isinstance(config, DecoderConfig):
+        return data.max_len
     layout = data.layout
     if config.mixer == "candidates":
         digits = 0 if layout is None or layout.box is None else layout.rows
@@ -33,9 +35,12 @@ def count_positions(config: ModelConfig, data: DataSpec) -> int:
     return count
 
 
-def count_weights(model: ModelConfig, data: DataSpec) -> int:
+def count_weights(model: AnyModelConfig, data: DataSpec) -> int:
     """Return the number of trained weights, without the puzzle embeddings."""
     D = model.hidden_size
+    if isinstance(model, DecoderConfig):
+        tables = 1 if model.tie_embeddings else 2
+        return model.num_layers * model.layer_weights + tables * data.vocab_size * D + D
     L = count_positions(model, data)
     mixing = {
         "attention": 4 * D * D,
@@ -50,15 +55,24 @@ def count_weights(model: ModelConfig, data: DataSpec) -> int:
     return layers + D * (embedded + (1 if candidates else data.num_outputs)) + halt_head
 
 
-def count_latents(model: ModelConfig, data: DataSpec) -> int:
+def count_latents(model: AnyModelConfig, data: DataSpec) -> int:
     """Return how many numbers the latents of one example have."""
+    if isinstance(model, DecoderConfig):
+        return 0
     return (2 if model.variant == "trm" else 1) * count_positions(model, data) * model.hidden_size
 
 
-def flops_per_recursion(model: ModelConfig, data: DataSpec) -> int:
-    """Return the FLOPs of the matrix products in one recursion of one example, without gradient."""
+def flops_per_recursion(model: AnyModelConfig, data: DataSpec) -> int:
+    """Return the FLOPs of the matrix products in one recursion of one example, without gradient.
+
+    A decoder passes through its layers once; its output has a product with the whole vocabulary per position,
+    and the causal half of the attention is counted.
+    """
     D = model.hidden_size
     L = count_positions(model, data)
+    if isinstance(model, DecoderConfig):
+        layers = model.num_layers * (model.layer_weights + L * D)
+        return 2 * L * (layers + data.vocab_size * D)
     num_keys = L
     if model.attention_window is not None:  # computed in blocks, see `windows.py`
         num_keys = min(L, model.prefix_len + 1 + 3 * model.attention_window)
@@ -72,7 +86,7 @@ def flops_per_recursion(model: ModelConfig, data: DataSpec) -> int:
     return 2 * (mixing + channels) * model.num_layers * model.block_passes_per_cycle
 
 
-def flops_per_sample(model: ModelConfig, data: DataSpec, cycles: int | None = None) -> int:
+def flops_per_sample(model: AnyModelConfig, data: DataSpec, cycles: int | None = None) -> int:
     """Return the FLOPs of the matrix products in one step of one example.
 
     A recursion with gradient counts three times: its backward pass multiplies by the weights and by the

@@ -50,12 +50,12 @@ def showing(activity: str) -> Iterator[ProgressDisplay]:
         yield display
 
 
-def echo(text: str, *, err: bool = False, styled: bool = False) -> None:
+def echo(text: str, *, err: bool = False, styled: bool = False, newline: bool = True) -> None:
     """Print text, which may contain names that others chose: control characters are shown as codes.
 
     Every command prints through this function. `styled` text keeps its colours.
     """
-    click.echo(visible(text, keep_styles=styled), err=err)
+    click.echo(visible(text, keep_styles=styled), err=err, nl=newline)
 
 
 def show(facts: Any, as_json: bool, text: str, *, styled: bool = False) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import click
 
@@ -190,6 +190,43 @@ def build_email(mapping: Path | None, out: Path, jobs: int | None, as_json: bool
 def build_masked_email(out: Path, jobs: int | None, as_json: bool, **options: object) -> None:
     """Build a dataset from mail without categories, to pre-train a model that predicts masked tokens."""
     _show_mail(_build("email-masked", _mail_options(options), out, jobs), as_json)
+
+
+@build.command("text")
+@click.argument("files", nargs=-1, type=click.Path(), metavar="FILE...")
+@click.option(
+    "--from", "sources", type=click.Path(), multiple=True, help="The same as FILE; may be repeated."
+)
+@click.option(
+    "--tokenizer", type=click.Choice(["char", "bytes", "bpe"]), default="bpe", show_default=True,
+    help="Tokens: characters, bytes, or pieces of words, which are trained on the text.",
+)  # fmt: skip
+@click.option("--vocab-size", type=int, help="Most tokens of bpe [default: 8192].")
+@click.option("--context", type=int, default=256, show_default=True, help="Tokens per window.")
+@click.option(
+    "--test-share", type=float, default=0.1, show_default=True,
+    help="Share of every file, at its end, that is the test split.",
+)  # fmt: skip
+@click.option(
+    "--max-input-mb", type=click.IntRange(min=1), default=4096, show_default=True,
+    help="Most MiB to read from one file.",
+)  # fmt: skip
+@partial(with_options, options=output_options)
+def build_text(
+    files: tuple[str, ...],
+    sources: tuple[str, ...],
+    out: Path,
+    jobs: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Build a dataset of tokens from text FILEs in UTF-8, for a language model."""
+    if not files and not sources:
+        raise click.UsageError("Give at least one text FILE.")
+    given = {name: value for name, value in options.items() if value is not None}
+    facts = _build("text", {**given, "from": [*files, *sources]}, out, jobs)
+    counts = f"{facts['train']:,} training and {counted(int(facts['test']), 'test window')}"
+    show(facts, as_json, f"{out}: {counts} of {counted(options['context'], 'token')}")
 
 
 def _mail_options(options: Mapping[str, object]) -> dict[str, object]:

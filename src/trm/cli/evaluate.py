@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,9 @@ from trm.tasks.arc_submission import SUBMISSION
 
 if TYPE_CHECKING:
     from trm.config import InferenceConfig, RunConfig
-    from trm.tasks.base import Submittable
+    from trm.inference.predict import TrainedModel
+    from trm.tasks.base import Scorer, Submittable
+    from trm.tasks.dataset import Split
     from trm.training.evaluation import Evaluation
 
 
@@ -82,10 +85,8 @@ def evaluate(
 ) -> None:
     """Evaluate the best checkpoint of RUN on examples that it has never seen."""
     with showing("Reading the run") as display:
-        from trm.inference.predict import load_search, open_model, open_test_set
-        from trm.plan import EVALUATION_FACTOR
+        from trm.inference.predict import open_model, open_test_set
         from trm.tasks.base import Submittable
-        from trm.training.evaluation import evaluate as evaluate_split
 
         model = open_model(run, warn_on(display))
         split = open_test_set(model, dataset)
@@ -99,19 +100,7 @@ def evaluate(
     recipe = model.config.inference
     steps = _steps(recipe, options)
     settings = inference_settings(recipe, options, steps)
-    execution = model.execution
-    set_environment(execution.threads)
-    with showing("Loading PyTorch") as display:
-        search = load_search(model, settings, execution)
-        display.status("Evaluating")
-        result = evaluate_split(
-            search,
-            split,
-            scorer,
-            EVALUATION_FACTOR * model.plan.micro_batch_size,
-            limit,
-            lambda done, total, facts: display.update("evaluating", done, total, facts),
-        )
+    result = _evaluated(model, split, scorer, settings, limit)
     step = model.checkpoint.step
     path = dataset or model.config.data.path
     row = result.row(step, 0.0).to_json()
@@ -126,6 +115,30 @@ def evaluate(
         facts["mail"] = mail
         text = f"The recursive path: {text}\n{_mail_text(mail)}"
     show(facts, as_json, text)
+
+
+def _evaluated(
+    model: TrainedModel, split: Split, scorer: Scorer, settings: InferenceConfig, limit: int | None
+) -> Evaluation:
+    from trm.inference.predict import load_search
+    from trm.inference.sampling import load_language_model
+    from trm.plan import EVALUATION_FACTOR
+    from trm.tasks.base import Generative
+    from trm.training.evaluation import evaluate as evaluate_split
+    from trm.training.evaluation import evaluate_text
+
+    execution = model.execution
+    set_environment(execution.threads)
+    size = EVALUATION_FACTOR * model.plan.micro_batch_size
+    with showing("Loading PyTorch") as display:
+        update = partial(display.update, "evaluating")
+        if isinstance(model.task, Generative):
+            language_model = load_language_model(model)
+            display.status("Evaluating")
+            return evaluate_text(language_model, split, scorer, size, limit, update)
+        search = load_search(model, settings, execution)
+        display.status("Evaluating")
+        return evaluate_split(search, split, scorer, size, limit, update)
 
 
 def _mail_text(found: JsonObject) -> str:
@@ -180,12 +193,14 @@ def _steps(recipe: InferenceConfig, options: dict[str, Any]) -> dict[str, int | 
 
 
 def _text(run: Path, path: Path, step: int, result: Evaluation) -> str:
+    where = f"{run}, step {step}, on {counted(result.examples, 'test example')} of {path}{result.coverage}:"
+    if not result.accuracy_by_depth:
+        return f"{where}\n{result.described()}"
     curve = ", ".join(f"{value:.1%} after {i + 1}" for i, value in _milestones(result.accuracy_by_depth))
     halting = result.metrics.scalars.get("halt_accuracy")
     head = "" if halting is None else f", halting head right {halting:.1%}"
     return (
-        f"{run}, step {step}, on {counted(result.examples, 'test example')} of {path}{result.coverage}:\n"
-        f"{result.described()}{head}, {result.mean_steps:.1f} steps per example\n"
+        f"{where}\n{result.described()}{head}, {result.mean_steps:.1f} steps per example\n"
         f"exact by depth: {curve}"
     )
 

@@ -30,6 +30,7 @@ from trm.cli.common import (
     warn_on,
 )
 from trm.cli.lines import Line, batches_of_lines
+from trm.cli.sampling import NAMES, refuse_options, sampling_options, write_text
 
 if TYPE_CHECKING:
     from trm.arrays import IntArray
@@ -57,38 +58,59 @@ MAX_QUESTION_BYTES = 1 << 24  # of a task whose questions have several lines
     "--depth", type=click.IntRange(min=1), help="Exact number of steps [default: until the answer converges]."
 )
 @inference_options
+@sampling_options
 @json_option
 def predict(
     run: Path,
     puzzle: str | None,
     example: int | None,
     dataset: Path | None,
-    steps: bool,
-    png: OutputFile | None,
-    gif: OutputFile | None,
-    depth: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Solve PUZZLE with the best checkpoint of RUN; - reads one puzzle per line from standard input.
 
     Write one character per cell, row by row, with . or 0 for blanks. Lines are answered as they arrive; those
-    that are not a puzzle are reported by number, and the exit code is 1 at the end.
+    that are not a puzzle are reported by number, and the exit code is 1 at the end. A language model
+    continues PUZZLE as text, which is printed as it is written.
     """
     if (puzzle is None) == (example is None):
         raise click.UsageError("Give a PUZZLE, - for standard input, or --example N.")
     with showing("Reading the run") as display:
-        from trm.inference.predict import load_search, open_model, until_converged
-        from trm.inference.predict import predict as predict_all
+        from trm.inference.predict import open_model
+        from trm.tasks.base import Generative
 
         model = open_model(run, warn_on(display))
+    sampling = {name: options.pop(name) for name in NAMES}
+    if isinstance(model.task, Generative):
+        refuse_options({"example": example, **options}, "is for puzzles; this model writes text")
+        write_text(model, model.task, puzzle or "", dataset, sampling, as_json)
+        return
+    refuse_options(sampling, "is for models that write text")
+    _solve(model, _batches(model, puzzle, example, dataset), as_json, **options)
+
+
+def _solve(
+    model: TrainedModel,
+    entries: Iterator[list[Entry]],
+    as_json: bool,
+    *,
+    steps: bool,
+    png: OutputFile | None,
+    gif: OutputFile | None,
+    depth: int | None,
+    **options: Any,
+) -> None:
+    from trm.inference.predict import load_search, until_converged
+    from trm.inference.predict import predict as predict_all
+
     recipe = model.config.inference
     settings = inference_settings(recipe, options, until_converged(recipe, depth))
     output = _Output(model, png, gif, steps, as_json)
     num_bad = 0
     num_questions = 0
     search = None
-    for batch in _batches(model, puzzle, example, dataset):
+    for batch in entries:
         questions = [question for _, question in batch if not isinstance(question, DataError)]
         num_questions += len(questions)
         num_bad += len(batch) - len(questions)

@@ -90,6 +90,7 @@ def _outcome_facts(outcome: Outcome) -> JsonObject:
 
 def _outcome_text(outcome: Outcome) -> str:
     from trm.runs.metric import metric_label, primary_metric
+    from trm.tasks.metrics import shown_value
 
     why = {
         "target": "Reached the target",
@@ -101,13 +102,13 @@ def _outcome_text(outcome: Outcome) -> str:
     lines = [f"{why} after step {outcome.step}, {outcome.seconds:.0f} s of training."]
     if outcome.step == 0:
         lines = [f"{why} before the first step was finished."]
-    if outcome.reason in ("max_steps", "early stopping") and outcome.target and outcome.best:
-        lines.append(f"The target of {outcome.target:.0%} was not reached.")
     metric = primary_metric(outcome.best or {})
+    if outcome.reason in ("max_steps", "early stopping") and outcome.target and metric:
+        lines.append(f"The target of {shown_value(metric[0], outcome.target)} was not reached.")
     if outcome.best and metric:
         name, value = metric
         lines.append(
-            f"Best: {metric_label(name)} {value:.1%} on "
+            f"Best: {metric_label(name)} {shown_value(name, value)} on "
             f"{counted(outcome.best['examples'], 'unseen example')} "
             f"(step {outcome.best['step']}, {outcome.best['seconds']:.0f} s)."
         )

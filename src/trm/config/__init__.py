@@ -3,13 +3,16 @@
 A recipe is YAML. Unknown keys are refused with a suggestion, and every problem in a file is reported at once.
 """
 
+from trm.config.decoder import DecoderConfig
 from trm.config.inference import InferenceConfig
+from trm.config.kinds import recursion_of
 from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.parsing import config_from_text, differences, load_config, parse_section
 from trm.config.recipes import find_recipe, shipped_recipes
 from trm.config.schedules import CurriculumConfig, EarlyStoppingConfig, PhaseConfig, PlateauConfig
 from trm.config.sections import (
+    AnyModelConfig,
     CheckpointsConfig,
     DataConfig,
     EvaluationConfig,
@@ -17,14 +20,25 @@ from trm.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from trm.config.values import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section, did_you_mean
+from trm.config.values import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    Section,
+    did_you_mean,
+)
 
 __all__ = [
+    "AnyModelConfig",
     "CheckpointsConfig",
     "Count",
     "CountOrZero",
     "CurriculumConfig",
     "DataConfig",
+    "DecoderConfig",
     "EarlyStoppingConfig",
     "EvaluationConfig",
     "Fraction",
@@ -37,6 +51,7 @@ __all__ = [
     "PlateauConfig",
     "Positive",
     "PositiveOrZero",
+    "Rate",
     "RunConfig",
     "Section",
     "TrainingConfig",
@@ -46,5 +61,6 @@ __all__ = [
     "find_recipe",
     "load_config",
     "parse_section",
+    "recursion_of",
     "shipped_recipes",
 ]

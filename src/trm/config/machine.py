@@ -33,6 +33,9 @@ class PlanSettings(Section):
     """Layers that are recomputed in the backward pass to save memory: `none`, `alternate` or `all`."""
     allocator: Literal["system", "compact"] | None = None
     """`compact` returns freed memory to the system immediately (Linux)."""
+    optimizer_in_backward: bool = False
+    """Update each weight as soon as its gradient is known, so that gradients take no memory (decoder). The
+    whole batch is then one micro-batch; clipping and the moving average are excluded."""
     compile: bool | None = None
     """Compile one block of layers; null measures it in the background of a long run, and uses it if it is
     faster."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.training_config_adapter import fitting_heads
 from trm.config.renamed import model_with_mixer
 from trm.config.values import Count, CountOrZero, Fraction, Positive, Rate, Section
 
@@ -17,6 +18,9 @@ Mixer = Literal["attention", "mlp", "neighbourhood", "candidates"]
 class ModelConfig(Section):
     """The network. In the paper's letters: x is the question, y the answer (z_H), z the latent (z_L),
     n is `L_cycles`, T is `H_cycles` and N_sup is `halt_max_steps`."""
+
+    fitted_keys: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads", "puzzle_emb_ndim")
+    dropout: ClassVar[float] = 0.0  # a decoder may have it
 
     kind: Literal["trm"] = "trm"
     """Family of the model; `trm` recurses on its own answer."""
@@ -99,6 +103,13 @@ class ModelConfig(Section):
     def block_passes_per_cycle(self) -> int:
         """How often one recursion passes through the block of layers."""
         return 1 if self.variant == "transformer" else self.L_cycles + 1
+
+    def resized(self, hidden_size: int) -> dict[str, int | None]:
+        """Return the keys of a model of another width that differ from this one's."""
+        heads = fitting_heads(hidden_size, self.num_heads)
+        sizes = (hidden_size, heads, min(self.puzzle_emb_ndim, hidden_size))
+        keys = zip(self.fitted_keys, sizes, strict=True)
+        return {name: value for name, value in keys if value != getattr(self, name)}
 
     def inner_width(self, width: int) -> int:
         """Return the inner width of a SwiGLU network over `width` channels or positions."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +14,7 @@ from macbook_optimization.errors import ConfigError
 from macbook_optimization.json_types import JsonMapping
 from trm.config.recipes import find_recipe, read_recipe
 from trm.config.renamed import Tree, with_current_keys
-from trm.config.sections import RunConfig
+from trm.config.sections import MODEL_KINDS, RunConfig
 from trm.config.values import Section, did_you_mean
 from trm.config.yaml_text import parse_yaml
 
@@ -61,7 +62,10 @@ def _parse(section: type[S], tree: JsonMapping, origins: Origins) -> S:
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        problems = [(origins.of(problem["loc"]), _describe(problem, section)) for problem in error.errors()]
+        problems = [
+            (origins.of(_without_tag(problem["loc"])), _describe(problem, section))
+            for problem in error.errors()
+        ]
     places = {place for place, _ in problems}
     if len(problems) == 1:
         raise ConfigError(": ".join(problems[0]))
@@ -70,6 +74,12 @@ def _parse(section: type[S], tree: JsonMapping, origins: Origins) -> S:
         raise ConfigError(f"{places.pop()} has {len(problems)} problems:\n  " + "\n  ".join(texts))
     listed = "\n  ".join(": ".join(problem) for problem in problems)
     raise ConfigError(f"{origins.file} with its overrides has {len(problems)} problems:\n  {listed}")
+
+
+def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the place of a problem without the kind of model that pydantic adds to it."""
+    is_tagged = len(location) > 1 and location[0] == "model" and location[1] in MODEL_KINDS
+    return (location[0], *location[2:]) if is_tagged else location
 
 
 @dataclass
@@ -168,9 +178,12 @@ def _apply_override(tree: Tree, override: str) -> KeyPath:
 
 
 def _describe(problem: Any, section: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    location = _without_tag(problem["loc"])
+    where = ".".join(map(str, location))
     if problem["type"] == "extra_forbidden":
-        *parents, key = problem["loc"]
+        *parents, key = location
+        if parents == ["model"] and (kinds := [kind for kind in MODEL_KINDS if _has(kind, key)]):
+            return f"{where} is a key of model.kind={kinds[0]}, which this model is not"
         known = _fields_at(section, parents)
         # A key that was put into the wrong section is the next most likely mistake.
         elsewhere = [f"{name}.{key}" for name in section.model_fields if key in _fields_at(section, [name])]
@@ -185,10 +198,22 @@ def _describe(problem: Any, section: type[BaseModel]) -> str:
     return f"{where}: {message}".removeprefix(": ")  # a problem of several keys together has no place
 
 
+def _has(kind: str, key: object) -> bool:
+    return key in MODEL_KINDS[kind].model_fields
+
+
 def _fields_at(section: type[BaseModel], parents: Sequence[Any]) -> list[str]:
+    sections = [section]
     for parent in parents:
-        annotation = section.model_fields[parent].annotation if parent in section.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        section = annotation
-    return list(section.model_fields)
+        fields = [each.model_fields[parent] for each in sections if parent in each.model_fields]
+        sections = [inner for each in fields for inner in _sections_in(each.annotation)]
+    return [name for each in sections for name in each.model_fields]
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section that a field holds, or each of several kinds of it."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType):
+        return [inner for each in get_args(annotation) for inner in _sections_in(each)]
+    return _sections_in(get_args(annotation)[0]) if get_origin(annotation) is Annotated else []

@@ -8,13 +8,15 @@ is resumed. Names are those that TRM configurations already use.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
+from trm.config.decoder import DecoderConfig
 from trm.config.inference import InferenceConfig
+from trm.config.kinds import check_kind, check_update_in_backward, decoder_defaults
 from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.renamed import with_current_keys
@@ -39,6 +41,15 @@ from trm.config.values import (
     Section,
 )
 
+AnyModelConfig: TypeAlias = ModelConfig | DecoderConfig
+MODEL_KINDS: dict[str, type[AnyModelConfig]] = {"trm": ModelConfig, "decoder": DecoderConfig}
+
+
+def _kind(section: Any) -> str:
+    """Return the kind of a `model` section."""
+    kind: str = section.get("kind", "trm") if isinstance(section, dict) else getattr(section, "kind", "trm")
+    return kind
+
 
 class TrainingConfig(Section):
     """The objective, the optimizer and their schedule."""
@@ -52,8 +63,12 @@ class TrainingConfig(Section):
     """Optimizer steps, and the end of the learning-rate schedule."""
     extensions: dict[CountOrZero, Count] = Field(default_factory=dict)
     """From this step on, another last step than `max_steps`; `trm train RUN --more-steps N` adds an entry."""
-    optimizer: Literal["adam_atan2", "adamw", "muon"] = "adam_atan2"
-    """Optimizer of all weights except puzzle embeddings; `muon` uses AdamW outside the recursive block."""
+    optimizer: Literal["adam_atan2", "adamw", "muon", "adafactor"] = "adam_atan2"
+    """Optimizer of all weights except puzzle embeddings; `muon` uses AdamW outside the recursive block,
+    `adafactor` keeps two vectors per matrix instead of two matrices, and its learning rate is relative to the
+    size of each weight matrix. A decoder has `adamw` unless it says otherwise."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the optimizer keeps its moments."""
     learning_rate: Rate = 1e-4
     """Peak learning rate."""
     lr_min_ratio: Fraction = 1.0
@@ -162,14 +177,24 @@ class EvaluationConfig(Section):
     """Evaluate only this many test examples, spread evenly over the tasks of the test split; null for all."""
     target_accuracy: Fraction | None = None
     """Stop training when the task's primary metric reaches this value."""
+    target_loss: Annotated[Positive, Field(le=1000)] | None = None
+    """Stop training when the loss on the test split is at most this value, where it is the primary metric
+    (the task `text`)."""
+
+    @property
+    def target(self) -> float | None:
+        """The value of the primary metric at which training ends."""
+        return self.target_loss if self.target_accuracy is None else self.target_accuracy
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.every_steps is None and self.target_accuracy is not None:
-            raise ValueError(
-                f"target_accuracy {self.target_accuracy:g} is never reached without evaluations; with "
-                "every_steps null, set evaluation.target_accuracy=null too"
-            )
+        for name in ("target_accuracy", "target_loss"):
+            value = getattr(self, name)
+            if self.every_steps is None and value is not None:
+                raise ValueError(
+                    f"{name} {value:g} is never reached without evaluations; with every_steps null, set "
+                    f"evaluation.{name}=null too"
+                )
         return self
 
 
@@ -225,7 +250,9 @@ class RunConfig(Section):
     """Seed of weights, example order, augmentation and noise."""
     data: DataConfig
     """The dataset."""
-    model: ModelConfig = ModelConfig()
+    model: Annotated[
+        Annotated[ModelConfig, Tag("trm")] | Annotated[DecoderConfig, Tag("decoder")], Discriminator(_kind)
+    ] = ModelConfig()
     """The network; without this section, sizes are chosen for this machine."""
     training: TrainingConfig = TrainingConfig()
     """Objective, optimizer and schedule."""
@@ -243,10 +270,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_earlier_keys(cls, tree: object) -> object:
-        return with_current_keys(tree) if isinstance(tree, dict) else tree
+        return decoder_defaults(with_current_keys(tree)) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_kind(self.model.kind, self.training, self.inference, self.evaluation)
+        if self.plan.optimizer_in_backward:
+            check_update_in_backward(self.model.kind, self.training, self.plan)
         for name in ("plateau", "early_stopping"):
             if getattr(self.training, name) is not None and self.evaluation.every_steps is None:
                 raise ValueError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from macbook_optimization.errors import ConfigError, LaptopError
 from trm.arrays import Float32Array
-from trm.config import ModelConfig, RunConfig
+from trm.config import ModelConfig, RunConfig, recursion_of
 from trm.tasks.base import DataSpec
 from trm.tasks.documents.email import LABELLED_POSITION
 
@@ -77,7 +77,7 @@ def library() -> Any:
 
 
 def _check(config: RunConfig) -> None:
-    model = config.model
+    model = recursion_of(config.model, "The export to ONNX")
     problems = [
         name
         for name, is_given in (
@@ -129,7 +129,7 @@ class _Graph:
 
 
 def _probabilities(graph: _Graph, config: RunConfig, data: DataSpec) -> str:
-    model = config.model
+    model = recursion_of(config.model, "The export to ONNX")
     length = graph.op("Gather", graph.op("Shape", "tokens"), graph.integers(1))
     positions = graph.slice(
         graph.constant(np.arange(data.max_len), np.int64), graph.integers(0), length, axis=0

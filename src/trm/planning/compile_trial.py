@@ -106,6 +106,8 @@ class CompileTrial:
         plan = self.plan
         # Compiled steps round differently, and the moment of the change is never the same twice.
         recomputes = plan.execution.gradient_checkpointing != "none"
+        if self.config.model.kind == "decoder":  # only the block of a recursion is compiled
+            return False
         if requested is False or self.config.training.deterministic or recomputes:
             return False
         if requested:

@@ -19,7 +19,7 @@ from macbook_optimization.memory_management import MIB, Budget, MemoryModel, Mem
 from macbook_optimization.training_config_adapter import Checkpointing
 from trm.backends.base import Program, load_backend
 from trm.backends.bounds import in_smallest_precision, smallest_program, training_problem
-from trm.config import ModelConfig, RunConfig
+from trm.config import AnyModelConfig, RunConfig
 from trm.plan import Execution
 from trm.planning.smaller import Smaller, smaller_recipes
 from trm.tasks.base import DataSpec, GridLayout
@@ -141,7 +141,7 @@ def estimate(
     if any(need(each, process, limits).clearly_fits for each in own):
         return
     programs = [Program.of(RunConfig.model_validate(tree), spec) for tree in smaller]
-    per_example: dict[ModelConfig, int] = {}  # many recipes differ in their batch only
+    per_example: dict[AnyModelConfig, int] = {}  # many recipes differ in their batch only
     fitting = []
     for number, each in enumerate(programs):
         if each.model not in per_example:

@@ -147,19 +147,21 @@ class Planner:
             gradient_checkpointing=checkpointing,
             allocator=allocator,
             deterministic=self.config.training.deterministic,
+            optimizer_in_backward=settings.optimizer_in_backward,
         )
 
     def _by_hand(self) -> Plan | None:
         """Return a plan without a probe if the user has left nothing to measure."""
         settings = self.config.plan
         precision = settings.precision or self.config.model.forward_dtype
-        if settings.micro_batch_size is None or settings.threads is None or precision != "float32":
+        is_fixed = precision == "float32" or settings.precision == "bfloat16"
+        if settings.micro_batch_size is None or settings.threads is None or not is_fixed:
             return None
         limited = self.config.limits.memory_limit_mb is not None
         if limited or self.budget.address_space_bytes is not None:
             return None
         execution = self.execution(
-            checkpointing=settings.gradient_checkpointing or "none", allocator=settings.allocator or "system"
+            precision, settings.gradient_checkpointing or "none", settings.allocator or "system"
         )
         return Plan.of(
             execution,
@@ -228,11 +230,12 @@ class Planner:
         if requested == "float32":
             return requested, RECIPE_PRECISION
         rates = {}
-        for precision in ("float32", "bfloat16"):
+        by_hand = self.config.plan.precision == "bfloat16"
+        for precision in ("bfloat16",) if by_hand else ("float32", "bfloat16"):
             measured = self.measurer.measure(self.execution(precision, checkpointing, allocator))
             if measured is not None:
                 rates[precision] = measured.best_rate
-        if requested == "bfloat16" and self.config.plan.precision == requested and requested in rates:
+        if by_hand and requested in rates:
             return requested, BY_HAND
         if "bfloat16" not in rates:
             return "float32", "no step in bfloat16 survived on this CPU"

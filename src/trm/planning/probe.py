@@ -235,6 +235,9 @@ class Stepper:
         if self.test.lengths is not None:
             longest = np.argsort(-self.test.lengths.astype(np.int64))
         batch = self.test.batch(np.resize(longest, count)).trimmed()
+        if self.config.model.kind == "decoder":
+            self.learner.language_model().token_losses(batch)
+            return
         predictor = self.learner.predictor()
         predictor.begin(batch)
         for _ in range(2):

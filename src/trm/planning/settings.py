@@ -26,6 +26,8 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
     if plan.micro_batch_size is not None and plan.micro_batch_size > slots:
         corrections["micro_batch_size"] = slots
         warnings.append(f"micro_batch_size is {slots}, the whole effective batch")
+    if plan.optimizer_in_backward:
+        corrections["micro_batch_size"] = slots  # each micro-batch would be an update of its own
     if plan.allocator == "compact" and sys.platform != "linux":
         corrections["allocator"] = "system"
         warnings.append("allocator is system: compact needs the GNU C library")
@@ -36,6 +38,9 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
     if plan.compile and (config.training.deterministic or plan.gradient_checkpointing not in (None, "none")):
         corrections["compile"] = False
         warnings.append("compile is false: it excludes deterministic training and gradient checkpointing")
+    if plan.compile and config.model.kind == "decoder":
+        corrections["compile"] = False
+        warnings.append("compile is false: only the block of a recursion is compiled")
     update = {
         "plan": PlanSettings.model_validate({**plan.model_dump(), **_of_section(plan, corrections)}),
         "limits": LimitSettings.model_validate({**limits.model_dump(), **_of_section(limits, corrections)}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from macbook_optimization.training_config_adapter import fitting_heads, scaled_learning_rate
+from macbook_optimization.training_config_adapter import scaled_learning_rate
 from trm.config import RunConfig, TrainingConfig
 
 HIDDEN_SIZES = (768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16)
@@ -42,12 +42,6 @@ def _with_batch(config: RunConfig, batch: int) -> tuple[list[str], TrainingConfi
 
 
 def _with_hidden_size(config: RunConfig, hidden_size: int) -> Smaller:
-    model = config.model
-    update = {
-        "hidden_size": hidden_size,
-        "num_heads": fitting_heads(hidden_size, model.num_heads),
-        "puzzle_emb_ndim": min(model.puzzle_emb_ndim, hidden_size),
-    }
-    changed = {name: value for name, value in update.items() if value != getattr(model, name)}
+    changed = config.model.resized(hidden_size)
     named = [f"model.{name}={value}" for name, value in changed.items()]
-    return named, config.model_copy(update={"model": model.model_copy(update=changed)})
+    return named, config.model_copy(update={"model": config.model.model_copy(update=changed)})

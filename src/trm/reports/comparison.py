@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, NamedTuple
@@ -22,10 +23,12 @@ from trm.reports.history import History, read_history
 from trm.runs.directory import Run
 from trm.runs.metric import primary_metric
 from trm.runs.rows import EvalRow, number
+from trm.tasks.metrics import LOSS as TEST_LOSS
+from trm.tasks.metrics import gain, goodness, smaller_is_better
 
 LOSS = "loss"
 NUM_ROWS = 8  # of the table
-_USUAL_METRICS = ("exact_accuracy", "accuracy")  # of runs that have no best checkpoint
+_USUAL_METRICS = ("exact_accuracy", "accuracy", TEST_LOSS)  # of runs that have no best checkpoint
 _LOSS_WINDOW = 0.1  # the loss at a step is the mean over this share of the steps before it
 _SAME_TIME = 1.01  # times this, two times count as equal: clocks of two runs never agree exactly
 _CLEAR = 2.0  # standard errors, beyond which two accuracies differ
@@ -167,7 +170,7 @@ def _points(steps: Sequence[float], seconds: Sequence[float], values: Sequence[f
 
 
 def _evaluations(history: History) -> dict[str, list[Point]]:
-    """Return the curve of every metric, each of which is a share from 0 to 1.
+    """Return the curve of every metric: a share from 0 to 1, or a loss.
 
     The time of a point is that before its evaluation, when training had reached these weights.
     """
@@ -180,7 +183,7 @@ def _evaluations(history: History) -> dict[str, list[Point]]:
             if name in _NO_METRICS:
                 continue
             point = Point(step, seconds, number(value))
-            if all(map(math.isfinite, point)) and 0 <= point.value <= 1:
+            if all(map(math.isfinite, point)) and (smaller_is_better(str(name)) or 0 <= point.value <= 1):
                 found.setdefault(str(name), []).append(point)
     return found
 
@@ -230,8 +233,10 @@ def verdict(a: RunCurves, b: RunCurves, metric: str, axis: Literal["step", "seco
         return None
     better: Side | None = None
     if first != second:
-        better = "first" if (first > second) != (metric == LOSS) else "second"
-    is_clear = None if metric == LOSS else differ_clearly((first, a.examples), (second, b.examples))
+        better = "first" if gain(metric, first, second) > 0 else "second"
+    is_clear = (
+        None if smaller_is_better(metric) else differ_clearly((first, a.examples), (second, b.examples))
+    )
     return Verdict(at, first, second, better, is_clear)
 
 
@@ -241,7 +246,7 @@ def _value_until(curve: Sequence[Point], metric: str, axis: str, at: float) -> f
     if not until:
         return None
     if metric != LOSS:
-        return max(point.value for point in until)
+        return max((point.value for point in until), key=partial(goodness, metric))
     begin = getattr(until[-1], axis) - _LOSS_WINDOW * at
     return fmean(point.value for point in until if getattr(point, axis) >= begin)
 

@@ -11,6 +11,7 @@ from macbook_optimization.units import MIB, counted
 from trm.reports.comparison import LOSS, Comparison, Point, RunCurves, Verdict
 from trm.reports.differences import Difference
 from trm.runs.metric import metric_label
+from trm.tasks.metrics import smaller_is_better
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#@"  # for a terminal that has no others
@@ -90,7 +91,7 @@ def sparkline(points: Sequence[Point], last: float, scale: tuple[float, float], 
 
 
 def _number(metric: str, value: float) -> str:
-    return f"{value:.4g}" if metric == LOSS else f"{value:.1%}"
+    return f"{value:.4g}" if smaller_is_better(metric) else f"{value:.1%}"
 
 
 def _table(found: Comparison) -> list[str]:

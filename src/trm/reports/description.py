@@ -12,10 +12,11 @@ from pathlib import Path
 from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import MIB, counted
-from trm.config import RunConfig
+from trm.config import AnyModelConfig, DecoderConfig, RunConfig
 from trm.plan import Plan
 from trm.reports.wording import NOT_REPORTED, significant, size
 from trm.runs.rows import number
+from trm.tasks.metrics import shown_value
 
 _MAX_BYTES = MIB
 
@@ -54,22 +55,28 @@ def read_object(path: Path, problems: list[str]) -> JsonObject:
 def recipe_facts(config: RunConfig) -> list[Fact]:
     model = config.model
     training = config.training
-    layers = f"{counted(model.num_layers, 'layer')}, hidden size {model.hidden_size}"
-    recursion = f"{model.H_cycles} x {model.L_cycles} cycles"
     schedule = f"{training.optimizer}, learning rate {training.learning_rate:g}"
-    target = config.evaluation.target_accuracy
+    target = config.evaluation.target
+    loss = config.evaluation.target_loss is not None
     facts = {
         "task": config.task,
         "dataset": str(config.data.path),
-        "model": f"{model.variant} with mixer {model.mixer}: {layers}, {recursion}",
+        "model": _describe_model(model),
         "supervision": training.supervision,
         "loss and optimizer": f"{training.loss}, {schedule}",
         "effective batch size": f"{training.effective_batch_size:,}",
         "steps": f"{training.last_step:,}",
-        "target accuracy": "none" if target is None else f"{target:.1%}",
+        "target": "none" if target is None else shown_value("loss" if loss else "accuracy", target),
         "seed": str(config.seed),
     }
     return [Fact(name, value) for name, value in facts.items()]
+
+
+def _describe_model(model: AnyModelConfig) -> str:
+    layers = f"{counted(model.num_layers, 'layer')}, hidden size {model.hidden_size}"
+    if isinstance(model, DecoderConfig):
+        return f"decoder: {layers}, {model.num_heads} heads of which {model.kv_heads} have keys and values"
+    return f"{model.variant} with mixer {model.mixer}: {layers}, {model.H_cycles} x {model.L_cycles} cycles"
 
 
 def machine_facts(hardware: JsonMapping) -> list[Fact]:

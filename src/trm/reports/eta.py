@@ -19,6 +19,7 @@ import numpy as np
 from trm.config import RunConfig
 from trm.runs.rows import Row, number
 from trm.schedule import cycles_of_step, value_at
+from trm.tasks.metrics import smaller_is_better
 
 HALF_LIFE_SHARE = 0.03  # of the time that the run takes: half of the weight is on steps newer than this
 _HALF_LIFE_SECONDS = (2.0, 300.0)  # at least, at most
@@ -224,17 +225,18 @@ class EtaEstimator:
 
     def _step_of_target(self) -> int:
         """Return the step of the evaluation that will reach the target, by the trend of the last ones."""
-        training, target = self.config.training, self.config.evaluation.target_accuracy
+        training, target = self.config.training, self.config.evaluation.target
         every = self.config.evaluation.every_steps
         found = {number(row.get("step")): number(row.get(self.metric)) for row in self.evaluations}
         points = [(at, value) for at, value in found.items() if 0 <= at <= _MAX_STEP and math.isfinite(value)]
         if target is None or every is None or len(points) < _NUM_TREND_POINTS - 1:
             return training.last_step
         steps, values = zip(*points, strict=True)
-        slope, offset = np.polyfit(steps, [_logit(value) for value in values], 1)
+        progress = _falling_loss if smaller_is_better(self.metric) else _logit
+        slope, offset = np.polyfit(steps, [progress(value) for value in values], 1)
         if not slope > 0:
             return training.last_step
-        reached = max(self.step + 1, (_logit(target) - offset) / slope)
+        reached = max(self.step + 1, (progress(target) - offset) / slope)
         return int(min(training.last_step, every * math.ceil(min(reached, 1e12) / every)))
 
 
@@ -260,3 +262,7 @@ def _known(value: object) -> float:
 def _logit(share: float) -> float:
     share = min(max(share, 0.002), 0.998)
     return math.log(share / (1 - share))
+
+
+def _falling_loss(loss: float) -> float:
+    return -math.log(max(loss, 1e-6))

@@ -36,13 +36,14 @@ from trm.reports.examples import Examples
 from trm.reports.history import History
 from trm.reports.run_state import DescribedState, describe_state
 from trm.reports.targets import ResourceSummary, scales_of, summarise_resources
-from trm.reports.wording import duration, share, significant
+from trm.reports.wording import duration, significant
 from trm.runs.directory import EVENTS, MAIL, METRICS, RESOURCES, Run
 from trm.runs.events import Advised
 from trm.runs.metric import metric_label, primary_metric
 from trm.runs.reading import Follower
 from trm.runs.rows import Row, number
 from trm.runs.state import state_of
+from trm.tasks.metrics import shown_value, smaller_is_better
 
 MAX_EVENTS_SHOWN = 200
 REPEATED = "repeated after a crash"
@@ -228,7 +229,9 @@ def _overview(sources: _Sources, metric: str) -> list[Fact]:
         "training time": duration(training_seconds(history)),
         "started": _when(_first_time(history)),
         "last sign of life": _when(_last_time(history)),
-        f"best {metric_label(metric)}": share(best) if math.isfinite(best) else "not evaluated",
+        f"best {metric_label(metric)}": _metric_text(metric, best)
+        if math.isfinite(best)
+        else "not evaluated",
         "throughput at the end": f"{significant(speeds[-1])} samples/s" if speeds else "not reported",
     }
     return [Fact(name, value) for name, value in facts.items()]
@@ -274,7 +277,7 @@ def _result(sources: _Sources, metric: str) -> Result | None:
     best = _metrics_of(best_row)
     names = [metric, *(name for name in last if name != metric)]
     rows = [
-        (metric_label(name), _metric_text(best.get(name)), _metric_text(last.get(name)))
+        (metric_label(name), _metric_text(name, best.get(name)), _metric_text(name, last.get(name)))
         for name in names
         if name in last or name in best
     ]
@@ -282,10 +285,10 @@ def _result(sources: _Sources, metric: str) -> Result | None:
     return Result(metric, step, int(evaluations[-1]["step"]), rows)
 
 
-def _metric_text(value: float | None) -> str:
+def _metric_text(name: str, value: float | None) -> str:
     if value is None:
         return "not reported"
-    return share(value) if 0 <= value <= 1 else significant(value)
+    return shown_value(name, value) if smaller_is_better(name) or 0 <= value <= 1 else significant(value)
 
 
 def time_shares(history: History) -> list[TimeShare]:

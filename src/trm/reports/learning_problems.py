@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, linear_regression, median, pstdev
 
 from trm.reports.evidence import Evidence
@@ -13,6 +14,7 @@ from trm.reports.samples import Sample
 from trm.runs.events import Imported, MemoryGrows, RolledBack, StepSkipped
 from trm.runs.metric import metric_label
 from trm.runs.rows import Row, number
+from trm.tasks.metrics import goodness, shown_value, smaller_is_better
 
 UNSTABLE = "unstable training"
 PLATEAU = "plateau"
@@ -139,11 +141,13 @@ def plateau(evidence: Evidence) -> Finding | None:
     limits = evidence.thresholds
     name = evidence.metric
     rows = evidence.history.evaluations
-    values = [number(row.get(name)) for row in rows] if name is not None else []
+    if name is None:
+        return None
+    values = [number(row.get(name)) for row in rows]
     known = [value for value in values if math.isfinite(value)]
     if not known or len(known) < len(values):
         return None
-    best = max(known)
+    best = max(known, key=partial(goodness, name))
     best_row = rows[known.index(best)]
     waited = len(rows) - 1 - known.index(best)
     steps = evidence.step - int(number(best_row.get("step")))
@@ -151,7 +155,7 @@ def plateau(evidence: Evidence) -> Finding | None:
     if (
         waited < limits.plateau_evaluations
         or steps < limits.plateau_share * last_step
-        or best >= limits.solved
+        or (best >= limits.solved and not smaller_is_better(name))
     ):
         return None
     ratio = _loss_ratio(evidence, best_row)
@@ -160,9 +164,9 @@ def plateau(evidence: Evidence) -> Finding | None:
     return Finding(
         PLATEAU,
         evidence.step,
-        f"{metric_label(name).capitalize()} has not exceeded {best:.1%} for {waited} evaluations since step "
-        f"{best_row.get('step')}, and the training loss no longer falls ({ratio:.2f} of the first half of "
-        "that time in the second).",
+        f"{metric_label(name).capitalize()} has not improved on {shown_value(name, best)} for {waited} "
+        f"evaluations since step {best_row.get('step')}, and the training loss no longer falls "
+        f"({ratio:.2f} of the first half of that time in the second).",
         _plateau_advice(evidence),
     )
 

@@ -16,6 +16,7 @@ from trm.reports.description import Fact, num_cores, total_memory
 from trm.reports.history import History
 from trm.reports.wording import NOT_REPORTED, duration, percent, significant, size
 from trm.runs.rows import number
+from trm.tasks.metrics import smaller_is_better
 
 MACHINES = ("8 GB", "16 GB", "32 GB or more")  # the profiles
 # From the performance guide, for MacBooks. They depend on model and data, so they are shown, not judged.
@@ -122,7 +123,7 @@ def _breaks(count: int, shown: Sequence[JsonMapping]) -> str:
 def _convergence(history: History, metric: str) -> tuple[int | None, float | None]:
     """Return the step and the seconds of the first evaluation at 95 %."""
     for row in history.evaluations:
-        if number(row.get(metric)) >= _CONVERGED:
+        if not smaller_is_better(metric) and number(row.get(metric)) >= _CONVERGED:
             seconds = number(row.get("seconds"))
             return int(row["step"]), seconds if math.isfinite(seconds) else None
     return None, None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from trm.runs.events import PlanChosen
 from trm.runs.metric import metric_label
 from trm.runs.rows import Row, number
 from trm.runs.state import RunState, state_of
+from trm.tasks.metrics import goodness, shown_value
 
 SPARK_COLUMNS = 16
 NUM_EVENTS = 3
@@ -128,7 +130,8 @@ class RunView:
 
     def _best(self) -> float | None:
         values = [number(row.get(self.metric)) for row in self.history.evaluations]
-        return max((value for value in values if math.isfinite(value)), default=None)
+        known = (value for value in values if math.isfinite(value))
+        return max(known, key=partial(goodness, self.metric), default=None)
 
     def _progress(self, columns: int, ascii_only: bool) -> list[str]:
         step, last = self.history.step, self.config.training.last_step
@@ -151,8 +154,10 @@ class RunView:
         best = self._best()
         if best is not None:
             spark = sparkline(values, ascii_only=ascii_only)
-            cells.append(f"{metric_label(self.metric)} {values[-1]:.1%} {spark}".rstrip())
-            cells.append(f"best {best:.1%}")
+            cells.append(
+                f"{metric_label(self.metric)} {shown_value(self.metric, values[-1])} {spark}".rstrip()
+            )
+            cells.append(f"best {shown_value(self.metric, best)}")
         if self.history.recent:
             cells.append(f"learning rate {number(self.history.recent[-1].get('learning_rate')):.2g}")
         return cells

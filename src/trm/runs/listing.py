@@ -16,6 +16,7 @@ from trm.runs.metric import metric_label, primary_metric
 from trm.runs.rows import number
 from trm.runs.saved_state import check_compatible
 from trm.runs.state import LastRecorded, Name, read_last, state_of
+from trm.tasks.metrics import shown_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,13 @@ def describe_runs(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _cells(run: RunSummary) -> list[str]:
-    known = run.accuracy is not None
     return [
         run.path,
         run.task or "?",
         run.state,
         f"step {run.step}/{run.max_steps or '?'}" + _loss(run),
         "" if run.seconds is None else f"{run.seconds:.0f} s",
-        f"{metric_label(run.primary_metric)} {run.accuracy:.1%}" if known else "",
+        _best_value(run),
         "" if run.problem is None else f"({run.problem.splitlines()[0]})",
     ]
 
@@ -101,6 +101,12 @@ def _loss(run: RunSummary) -> str:
     """Say what a crashed run resumes from, if that is not its last step."""
     is_lost = run.state == "crashed" and run.saved_step != run.step
     return f" (saved: {run.saved_step or 0})" if is_lost else ""
+
+
+def _best_value(run: RunSummary) -> str:
+    if run.primary_metric is None or run.accuracy is None:
+        return ""
+    return f"{metric_label(run.primary_metric)} {shown_value(run.primary_metric, run.accuracy)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from trm.runs.directory import EVENTS, Run
 from trm.runs.events import EARLY_STOPPING, STARTS, PlanChosen, Stopped
 from trm.runs.metric import primary_metric
 from trm.runs.rows import Row, number
+from trm.tasks.metrics import has_reached
 
 Name = Literal["new", "running", "finished", "stopped early", "stopped", "crashed"]
 ENDS: tuple[Name, ...] = ("finished", "stopped early")  # nothing is left to train
@@ -112,19 +113,21 @@ def end_of(
             return "stopped early"
         return "finished" if stop.get("reason") in ("target", "max_steps") else None
     checkpoints = run.checkpoints()
-    _, accuracy = primary_metric(checkpoints.best() or {}) or (None, None)
+    best = primary_metric(checkpoints.best() or {})
     step = number(stop.get("step"))
     saved = int(step) if math.isfinite(step) else checkpoints.newest_step() or 0
-    if is_done(config, saved, accuracy):
+    if is_done(config, saved, best):
         return "finished"
     return "stopped early" if has_stopped_early(config, saved, stop) else None
 
 
-def is_done(config: RunConfig, step: int, accuracy: float | None) -> bool:
-    """Return whether a run has reached its target or its last step."""
-    target = config.evaluation.target_accuracy
-    reached = target is not None and accuracy is not None and accuracy >= target
-    return reached or step >= config.training.last_step
+def is_done(config: RunConfig, step: int, best: tuple[str, float] | None) -> bool:
+    """Return whether a run has reached its target, by its best primary metric, or its last step."""
+    return target_reached(config, best) or step >= config.training.last_step
+
+
+def target_reached(config: RunConfig, best: tuple[str, float] | None) -> bool:
+    return best is not None and has_reached(*best, config.evaluation.target)
 
 
 def has_stopped_early(config: RunConfig, step: int, stopped: JsonMapping) -> bool:

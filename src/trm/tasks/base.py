@@ -51,6 +51,7 @@ class AnswerBatch:
     halt_logits: Float32Array  # (n,) positive where the halting head is confident
     steps: IntArray  # (n,) steps that were computed
     probabilities: Float32Array | None = None  # (n, L, num_outputs), if the scorer needs them
+    losses: FloatArray | None = None  # (n, L) of every label, of a decoder
 
 
 Table = list[list[float]]
@@ -166,18 +167,40 @@ class HasWords(Protocol):
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A task whose tokens are words: what `training.initial_embeddings` and `initial_weights` need of it."""
+    """A task whose datasets have vocabularies of their own: what `training.initial_weights` needs of it."""
 
     def vocabulary(self, dataset: Path) -> str | None:
         """Return a digest of a dataset's vocabulary, None if there is none. With another one, the same token
         is another word."""
         ...
 
+
+@runtime_checkable
+class HasWordVectors(Protocol):
+    """A task whose tokens are words: what `training.initial_embeddings` needs of it."""
+
     def word_vectors(self, split: Split, width: int) -> tuple[IntArray, Float32Array]:
         """Return tokens (n,) and vectors (n, width) of length 1, similar for words with similar neighbours.
 
         Tokens may be left out. The result depends on the split only.
         """
+        ...
+
+
+class Tokenizer(Protocol):
+    """How text becomes tokens, and back."""
+
+    def encode(self, text: str) -> IntArray: ...
+
+    def bytes_of(self, token: int) -> bytes: ...
+
+
+@runtime_checkable
+class Generative(Protocol):
+    """A task of text, which needs a decoder (`model.kind: decoder`), and which such a model continues."""
+
+    def tokenizer(self, dataset: Path) -> Tokenizer:
+        """Read the vocabulary of a dataset."""
         ...
 
 

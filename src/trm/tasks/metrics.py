@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray, IntegerArray
@@ -11,6 +13,37 @@ from trm.tasks.base import AnswerBatch, Metrics
 EXACT = "exact_accuracy"
 ACCURACY = "accuracy"
 TOKENS = "token_accuracy"
+LOSS = "test_loss"
+PERPLEXITY = "perplexity"
+_MAX_EXPONENT = 700.0  # beyond it, the exponential is not a number that fits
+_SMALLER_IS_BETTER = ("loss", "perplexity", "error")  # ends of the names of such metrics
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Return the direction of a metric, which its name says: the one definition for runs, reports and tuning.
+
+    Reports read runs of tasks whose code is not there, so the direction cannot be an attribute of the task.
+    """
+    return metric.endswith(_SMALLER_IS_BETTER)
+
+
+def gain(metric: str, value: float, reference: float) -> float:
+    """Return by how much a value is better than another one; negative if it is worse."""
+    return reference - value if smaller_is_better(metric) else value - reference
+
+
+def goodness(metric: str, value: float) -> float:
+    """Return a number that is larger for better values, to compare and sort by."""
+    return -value if smaller_is_better(metric) else value
+
+
+def has_reached(metric: str, value: float | None, target: float | None) -> bool:
+    return value is not None and target is not None and gain(metric, value, target) >= 0
+
+
+def shown_value(metric: str, value: float) -> str:
+    """Return a value for people: a share as a percentage, a loss as a number."""
+    return f"{value:.4f}" if smaller_is_better(metric) else f"{value:.1%}"
 
 
 def exact_answers(tokens: IntegerArray, labels: IntArray) -> BoolArray:
@@ -51,6 +84,25 @@ class ExactMatch:
                 "halt_accuracy": self.halting_agrees / examples,
             }
         )
+
+
+class TextLoss:
+    """The mean loss per token of text, and perplexity: its exponential."""
+
+    needs_probabilities = False
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.tokens = 0
+
+    def add(self, batch: Batch, answers: AnswerBatch) -> None:
+        assert answers.losses is not None
+        self.total += float(answers.losses.sum())
+        self.tokens += int((batch.labels != IGNORE_LABEL).sum())
+
+    def metrics(self) -> Metrics:
+        loss = self.total / max(1, self.tokens)
+        return Metrics({LOSS: loss, PERPLEXITY: math.exp(min(loss, _MAX_EXPONENT))})
 
 
 class Classification:

@@ -19,6 +19,7 @@ _MODULES = {  # imported on demand
     "arc": "trm.tasks.grids.arc",
     "email": "trm.tasks.documents.email",
     "email-masked": "trm.tasks.documents.masked",
+    "text": "trm.tasks.documents.text",
 }
 TASK_NAMES = tuple(_MODULES)
 

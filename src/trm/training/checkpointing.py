@@ -16,6 +16,7 @@ from trm.config.renamed import with_current_keys
 from trm.runs.events import Damaged, NotSaved, SavedAgain
 from trm.runs.metric import primary_metric
 from trm.runs.rows import EvalRow
+from trm.tasks.metrics import gain, goodness, has_reached, shown_value
 from trm.training.log import RunLog
 from trm.training.signals import Interrupted
 
@@ -164,7 +165,7 @@ class BestSoFar:
 
     @property
     def reached_target(self) -> bool:
-        return self.target is not None and self.row is not None and self.row[self.metric] >= self.target
+        return has_reached(self.metric, self.row[self.metric] if self.row else None, self.target)
 
     def restore(self, saved: JsonObject | None) -> None:
         """Take the best of a checkpoint or, if later ones were lost, of the file beside them."""
@@ -177,7 +178,7 @@ class BestSoFar:
             if best and _evaluation_settings(best) == self.settings and self._has_metric(best)
         }
         present = [best for name, best in found.items() if best == marked or manager.is_intact(name)]
-        self.row = max(present, key=lambda best: float(best[self.metric]), default=None)
+        self.row = max(present, key=lambda best: goodness(self.metric, best[self.metric]), default=None)
         if problem is not None:
             instead = "none is known" if self.row is None else f"{self.row['checkpoint']} is the best now"
             self.checkpointer.log.message(f"warning: {problem}; {instead}.")
@@ -202,7 +203,7 @@ class BestSoFar:
         """
         before = self.row
         value = self.value_of(evaluation)
-        if before is not None and value <= before[self.metric]:
+        if before is not None and gain(self.metric, value, before[self.metric]) <= 0:
             return
         self.row = {
             "checkpoint": self.checkpointer.manager.path(evaluation.step).name,
@@ -228,7 +229,7 @@ class BestSoFar:
     def described(self) -> str:
         """Return the best value of the primary metric so far, for a progress line."""
         metric = None if self.row is None else primary_metric(self.row)
-        return "" if metric is None else f"best {metric[1]:.1%}"
+        return "" if metric is None else f"best {shown_value(*metric)}"
 
 
 def _evaluation_settings(best: JsonObject) -> Any:

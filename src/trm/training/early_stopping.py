@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trm.config import EarlyStoppingConfig
+from trm.tasks.metrics import EXACT, gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,12 @@ class EarlyStopping:
     best: float | None = None
     waited: int = 0
 
-    def after(self, value: float, settings: EarlyStoppingConfig) -> EarlyStopping:
+    def after(self, value: float, settings: EarlyStoppingConfig, metric: str = EXACT) -> EarlyStopping:
         """Return the state after an evaluation.
 
         Small improvements add up: `best` stays where it is until it is exceeded by `min_delta`.
         """
-        if self.best is None or value > self.best + settings.min_delta:
+        if self.best is None or gain(metric, value, self.best) > settings.min_delta:
             return EarlyStopping(best=value)
         return replace(self, waited=self.waited + 1)
 

@@ -13,13 +13,15 @@ from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
 from trm.arrays import IntArray
+from trm.backends.base import LanguageModel
+from trm.batch import Batch
 from trm.config import RunConfig
 from trm.inference.search import Search
 from trm.plan import EVALUATION_FACTOR
 from trm.runs.rows import EvalRow
-from trm.tasks.base import Metrics, Scorer
+from trm.tasks.base import AnswerBatch, Generative, Metrics, Scorer
 from trm.tasks.dataset import Split
-from trm.tasks.metrics import exact_answers
+from trm.tasks.metrics import exact_answers, shown_value
 from trm.training.log import RunLog
 from trm.training.resources import MemoryControl
 from trm.training.state import TrainingState
@@ -61,7 +63,9 @@ class Evaluation:
     def described(self) -> str:
         """Return the metrics in one line."""
         shown = ((name, value) for name, value in self.metrics.scalars.items() if name not in _NOT_SHOWN)
-        return "  ".join(f"{name.removesuffix('_accuracy')} {value:6.1%}" for name, value in shown)
+        return "  ".join(
+            f"{name.removesuffix('_accuracy')} {shown_value(name, value):>6}" for name, value in shown
+        )
 
 
 def evaluate(
@@ -103,6 +107,44 @@ def evaluate(
         evaluation_seconds=time.monotonic() - started,
         tasks_evaluated=len(np.unique(split.groups(examples))) if has_groups else None,
         tasks_total=split.num_groups if has_groups else None,
+    )
+
+
+def evaluate_text(
+    model: LanguageModel,
+    split: Split,
+    scorer: Scorer,
+    batch_size: int,
+    limit: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, facts: None,
+) -> Evaluation:
+    """Score the predictions of a split, or of `limit` windows that are spread evenly over it.
+
+    `progress` receives how many windows are done, of how many, and nothing else; it may raise to stop.
+    """
+    started = time.monotonic()
+    total = min(limit or len(split), len(split))
+    windows = np.linspace(0, len(split) - 1, total).astype(np.int64)
+    for start in range(0, total, batch_size):
+        batch = split.batch(windows[start : start + batch_size])
+        scorer.add(batch, _answers(model, batch))
+        progress(start + len(batch), total, "")
+    return Evaluation(
+        examples=total,
+        metrics=scorer.metrics(),
+        mean_steps=1.0,
+        accuracy_by_depth=[],
+        evaluation_seconds=time.monotonic() - started,
+    )
+
+
+def _answers(model: LanguageModel, batch: Batch) -> AnswerBatch:
+    count = len(batch)
+    return AnswerBatch(
+        tokens=batch.inputs,
+        halt_logits=np.zeros(count, dtype=np.float32),
+        steps=np.ones(count, dtype=np.int64),
+        losses=model.token_losses(batch),
     )
 
 
@@ -171,11 +213,14 @@ class Evaluator:
 
         config = self.state.config
         task = self.state.feed.task
-        search = Search(self.state.learner.predictor(), config.inference, task.complete(self.split.spec))
+        learner = self.state.learner
         while True:
             size = EVALUATION_FACTOR * self.memory.manager.batch_size
             scorer = task.scorer(self.split)
             with suppress(AllocationFailed):
                 limit = config.evaluation.examples
+                if isinstance(task, Generative):
+                    return evaluate_text(learner.language_model(), self.split, scorer, size, limit, progress)
+                search = Search(learner.predictor(), config.inference, task.complete(self.split.spec))
                 return evaluate(search, self.split, scorer, size, limit, progress)
             self.memory.make_room(self.state.step)

@@ -14,6 +14,8 @@ from trm.runs.directory import Run, refuse_if_different
 from trm.runs.events import Extended
 from trm.runs.state import end_of, read_last
 from trm.schedule import learning_rate_factor
+from trm.tasks.metrics import shown_value
+from trm.tasks.registry import load_task
 
 
 def extend(
@@ -57,20 +59,20 @@ def _extended(
     if not keep_patience:
         tree["training"]["early_stopping"] = None
     if not keep_target:
-        tree["evaluation"]["target_accuracy"] = None
+        tree["evaluation"].update(target_accuracy=None, target_loss=None)
     return RunConfig.model_validate(tree)
 
 
 def _describe(run: Run, config: RunConfig, step: int) -> str:
     training = config.training
     text = f"Training {run.path} from step {step} to step {training.last_step}"
-    target = config.evaluation.target_accuracy
+    target = config.evaluation.target
     if target is not None:
-        text += f" or a target of {target:.0%}"
+        text += f" or a target of {shown_value(load_task(config.task).primary_metric, target)}"
     if training.early_stopping is not None:
         text += " or early stopping"
     if target is None and training.early_stopping is None:
-        text += ", whatever its accuracy"
+        text += ", whatever its result"
     text += "."
     if training.lr_min_ratio < 1:
         before, after = (learning_rate_factor(each, training) for each in (max(step, 1), step + 1))

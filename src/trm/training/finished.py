@@ -12,7 +12,7 @@ from trm.config import RunConfig
 from trm.runs.directory import EVENTS, Run
 from trm.runs.events import EARLY_STOPPING, Stopped
 from trm.runs.metric import primary_metric
-from trm.runs.state import has_stopped_early, is_done
+from trm.runs.state import has_stopped_early, is_done, target_reached
 from trm.training.loop import Outcome
 
 
@@ -23,17 +23,14 @@ def finished_outcome(run: Run, config: RunConfig) -> Outcome | None:
     if stopped is None or not _has_settings_of(run, best, config):
         return None
     metric = primary_metric(best or {})
-    accuracy = None if metric is None else metric[1]
     step = stopped["step"]
     stopped_early = has_stopped_early(config, step, stopped)
-    if not (stopped_early or is_done(config, step, accuracy)):
+    if not (stopped_early or is_done(config, step, metric)):
         return None
-    target = config.evaluation.target_accuracy
-    reached_target = target is not None and accuracy is not None and accuracy >= target
-    reason = "target" if reached_target else "max_steps"
+    reason = "target" if target_reached(config, metric) else "max_steps"
     if stopped_early:
         reason = EARLY_STOPPING
-    return Outcome(run.path, reason, step, stopped["seconds"], best, target)
+    return Outcome(run.path, reason, step, stopped["seconds"], best, config.evaluation.target)
 
 
 def _last_stop(run: Run) -> JsonObject | None:

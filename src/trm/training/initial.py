@@ -21,12 +21,12 @@ from trm.backends.base import Learner
 from trm.config import RunConfig
 from trm.exchange import weights_of_run
 from trm.feed import Feed
-from trm.tasks.base import HasVocabulary
+from trm.tasks.base import HasVocabulary, HasWordVectors
 from trm.tasks.dataset import open_split
 from trm.tasks.registry import load_task
 
 _EMBEDDINGS = "embed_tokens."
-_BODY = (_EMBEDDINGS, "L_level.")  # without any of these, nothing that was learned would be taken
+_BODY = (_EMBEDDINGS, "L_level.", "layers.")  # without any of these, nothing that was learned would be taken
 
 
 def initialise(learner: Learner, feed: Feed, warn: Warn) -> str | None:
@@ -55,7 +55,7 @@ def _word_vectors(feed: Feed) -> tuple[IntArray, Float32Array]:
     In this process it would stay in the heap, and small micro-batches would never need as much again.
     """
     width = feed.config.model.hidden_size
-    arguments = {"task": feed.task.name, "dataset": str(feed.config.data.path), "width": width}
+    arguments = {"task": feed.config.task, "dataset": str(feed.config.data.path), "width": width}
     try:
         found: JsonObject = run_in_child(f"{__name__}:word_vectors_in_child", arguments)
     except ChildDied as death:
@@ -71,7 +71,7 @@ def _word_vectors(feed: Feed) -> tuple[IntArray, Float32Array]:
 
 def word_vectors_in_child(task: str, dataset: str, width: int, send: Send) -> JsonObject:
     """Return tokens, and the bytes of their float32 vectors. The trainer has verified the data."""
-    with_words = cast(HasVocabulary, load_task(task))  # which the feed has checked
+    with_words = cast(HasWordVectors, load_task(task))  # which the feed has checked
     tokens, vectors = with_words.word_vectors(open_split(Path(dataset), "train", verified={}), width)
     return {"tokens": tokens.tolist(), "vectors": base64.b64encode(vectors.tobytes()).decode("ascii")}
 

@@ -22,6 +22,7 @@ from trm.planning.planner import Planner
 from trm.runs.events import EARLY_STOPPING, Initialised, LearningRateLowered, Resumed, Stopped
 from trm.runs.metric import metric_label
 from trm.runs.rows import EvalRow
+from trm.tasks.metrics import shown_value
 from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.crashes import describe_crash, find_crash
@@ -61,7 +62,8 @@ def describe_early_stop(state: TrainingState, best: BestSoFar) -> str:
     stopping = state.early_stopping
     metric = metric_label(best.metric).capitalize()
     evaluations = counted(stopping.waited, "evaluation")
-    return f"{metric} has not improved on {stopping.best or 0:.1%} for {evaluations}: training ends early."
+    best_value = shown_value(best.metric, stopping.best or 0)
+    return f"{metric} has not improved on {best_value} for {evaluations}: training ends early."
 
 
 def lower_on_plateau(state: TrainingState, best: BestSoFar, evaluation: EvalRow, log: RunLog) -> None:
@@ -72,8 +74,9 @@ def lower_on_plateau(state: TrainingState, best: BestSoFar, evaluation: EvalRow,
     if plateau.scale < before and plateau.best is not None:
         log.event(LearningRateLowered(state.step, plateau.scale, plateau.best))
         log.message(
-            f"{metric_label(best.metric).capitalize()} has not exceeded {plateau.best:.1%}: the learning "
-            f"rate is {plateau.scale:.3g} of its schedule now."
+            f"{metric_label(best.metric).capitalize()} has not improved on "
+            f"{shown_value(best.metric, plateau.best)}: the learning rate is {plateau.scale:.3g} of its "
+            "schedule now."
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trm.config import PlateauConfig
+from trm.tasks.metrics import EXACT, gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,9 @@ class Plateau:
     waited: int = 0  # evaluations since the best one, or since the last reduction
     scale: float = 1.0  # of the learning rate
 
-    def after(self, value: float, settings: PlateauConfig) -> Plateau:
+    def after(self, value: float, settings: PlateauConfig, metric: str = EXACT) -> Plateau:
         """Return the state after an evaluation."""
-        if self.best is None or value > self.best:
+        if self.best is None or gain(metric, value, self.best) > 0:
             return replace(self, best=value, waited=0)
         if self.waited + 1 < settings.patience:
             return replace(self, waited=self.waited + 1)

@@ -12,6 +12,7 @@ from macbook_optimization.training_config_adapter import TrainingConfigAdapter, 
 from trm.backends.bounds import check_inference, check_training, smallest_program
 from trm.config import RunConfig, differences
 from trm.display import Display, Silent
+from trm.feed import require_kind, require_target
 from trm.plan import Plan
 from trm.planning.fitting import fitted, too_large
 from trm.planning.planner import Planner
@@ -46,6 +47,8 @@ def prepare(
 ) -> Job:
     task = load_task(config.task)
     config = with_model(config, None if fresh else path, display)
+    require_kind(config, task)
+    require_target(config, task)
     if config.data.build is not None:
         task.check_options(config.data.build)  # even where nothing is built
         if not config.data.path.exists():
@@ -144,7 +147,7 @@ def _as_fitted(config: RunConfig, path: Path, display: Display) -> RunConfig:
     if not (path / "recipe.yaml").exists():
         return config
     before = Run(path).config
-    model = {name: getattr(before.model, name) for name in ("hidden_size", "num_heads", "puzzle_emb_ndim")}
+    model = {name: getattr(before.model, name) for name in before.model.fitted_keys}
     training = {name: getattr(before.training, name) for name in ("effective_batch_size", "learning_rate")}
     fitted_before = config.model_copy(
         update={

@@ -130,7 +130,7 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split)
     checkpointer = Checkpointer(settings, log.run.checkpoints(settings.keep, settings.keep_every_hours), log)
     evaluated_with = evaluation_settings(config, test_split)
     metric = state.feed.task.primary_metric
-    best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target_accuracy, metric)
+    best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target, metric)
     split = state.feed.split
     row_length = RowLength.of(config, split, log)
     resources = Resources(config, state.plan, log, split.reader.release_memory, row_length)

@@ -198,10 +198,11 @@ class TrainingState:
         every = self.config.evaluation.every_steps
         if every is None or self.step % every:
             return
+        metric = self.feed.task.primary_metric
         if training.plateau is not None:
-            self.plateau = self.plateau.after(value, training.plateau)
+            self.plateau = self.plateau.after(value, training.plateau, metric)
         if training.early_stopping is not None:
-            self.early_stopping = self.early_stopping.after(value, training.early_stopping)
+            self.early_stopping = self.early_stopping.after(value, training.early_stopping, metric)
 
     @property
     def stops_early(self) -> bool:

@@ -27,7 +27,7 @@ class Facts:
         config = with_values(self.start, values)
         tree = config.model_dump(mode="json")
         tree["data"].update(path=str(self.data.path), build=None)
-        tree["evaluation"]["target_accuracy"] = None
+        tree["evaluation"].update(target_accuracy=None, target_loss=None)
         tree["evaluation"]["every_steps"] = config.evaluation.every_steps or config.training.max_steps
         tree["checkpoints"]["keep"] = 1
         return RunConfig.model_validate(tree)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from trm.runs.metric import metric_label
+from trm.tasks.metrics import goodness, smaller_is_better
 from trm.tuning.facts import Facts
 from trm.tuning.space import LEARNING_RATE
 from trm.tuning.study import Study, TrialSummary
@@ -45,10 +48,9 @@ def _history(axes: Axes, trials: Sequence[TrialSummary], facts: Facts, study: St
 
     best_so_far: list[float] = []
     for trial in trials:
-        complete = trial.state == "complete"
         value = _value(trial, facts)
-        best = max([value if complete else 0.0, *best_so_far[-1:]])
-        best_so_far.append(best)
+        known = [*([value] if trial.state == "complete" else []), *best_so_far[-1:]]
+        best_so_far.append(max(known, key=partial(goodness, facts.metric), default=math.nan))
         axes.plot(trial.number, value, "o", **_style(trial, study))
     axes.step([trial.number for trial in trials], best_so_far, where="post", color=_COMPLETE)
     for color, name in ((_START, "start"), (_COMPLETE, "complete"), (_GIVEN_UP, "given up early")):
@@ -57,7 +59,7 @@ def _history(axes: Axes, trials: Sequence[TrialSummary], facts: Facts, study: St
     axes.set_title("History; the line is the best so far")
     axes.set(xlabel="candidate", ylabel=metric_label(facts.metric))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _percent(axes)
+    _format_values(axes, facts.metric)
 
 
 def _importances(axes: Axes, importances: dict[str, float]) -> None:
@@ -82,13 +84,14 @@ def _slice(axes: Axes, name: str, trials: Sequence[TrialSummary], facts: Facts, 
         choices = study.space.choices[name]
         axes.set_xticks(choices, labels=[f"{each:g}" for each in choices])
         axes.xaxis.set_minor_locator(NullLocator())
-    _percent(axes)
+    _format_values(axes, facts.metric)
 
 
-def _percent(axes: Axes) -> None:
+def _format_values(axes: Axes, metric: str) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if not smaller_is_better(metric):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(alpha=0.3)
 
 

@@ -16,6 +16,7 @@ from macbook_optimization.units import counted
 from trm.reports.comparison import differ_clearly
 from trm.reports.differences import differences
 from trm.runs.metric import metric_label
+from trm.tasks.metrics import shown_value, smaller_is_better
 from trm.tuning.facts import Facts
 from trm.tuning.picture import draw
 from trm.tuning.space import described, with_values
@@ -61,7 +62,8 @@ def result_of(facts: Facts, study: Study, *, is_interrupted: bool) -> Result:
     trials = study.trials()
     complete = [each for each in trials if each.state == "complete"]
     start = next((each for each in complete if dict(each.values) == study.start), None)
-    best = max(complete, key=lambda each: (each.score or 0.0, -each.number), default=None)
+    scored = [each for each in complete if each.score is not None]
+    best = max(scored, key=lambda each: (each.score, -each.number), default=None)
     return Result(
         directory=str(facts.directory),
         metric=facts.metric,
@@ -89,7 +91,7 @@ def _changes(facts: Facts, best: TrialSummary | None) -> list[Change]:
 
 def _is_clear(metric: str, start: TrialSummary | None, best: TrialSummary | None) -> bool | None:
     rows = [each.evaluation for each in (start, best) if each is not None and each.evaluation is not None]
-    if len(rows) < 2:
+    if len(rows) < 2 or smaller_is_better(metric):
         return None
     first, second = ((float(row[metric]), int(row["examples"])) for row in rows)
     return differ_clearly(first, second)
@@ -129,7 +131,11 @@ def _origin(result: Result) -> list[str]:
 
 def _value(result: Result, trial: TrialSummary) -> str:
     value = (trial.evaluation or {}).get(result.metric)
-    return f"{metric_label(result.metric)} {value:.1%}" if value is not None else "no evaluation"
+    return (
+        f"{metric_label(result.metric)} {shown_value(result.metric, value)}"
+        if value is not None
+        else "no evaluation"
+    )
 
 
 def describe_result(result: Result) -> str:
@@ -157,7 +163,8 @@ def _comparison(result: Result) -> list[str]:
         if trial is not None:
             value = (trial.evaluation or {}).get(result.metric, 0.0)
             run = str(Path(result.directory) / (trial.run or ""))
-            rows.append([name, f"{value:.1%}", f"{trial.step:,}", run, described(trial.values)])
+            cells = [name, shown_value(result.metric, value), f"{trial.step:,}", run, described(trial.values)]
+            rows.append(cells)
     lines = [*align(rows), f"On {result.evaluated_on}; {result.seconds_per_trial:.0f} s of training each."]
     if start is not None and best.number == start.number:
         lines.append("No candidate was better than the recipe itself.")

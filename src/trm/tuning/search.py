@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,7 @@ from trm.display import Display
 from trm.runs.directory import only_trainer
 from trm.runs.metric import metric_label
 from trm.runs.rows import Row
+from trm.tasks.metrics import goodness, shown_value
 from trm.tasks.registry import load_task
 from trm.training.preparation import build_if_missing, with_model
 from trm.tuning.facts import Facts
@@ -143,7 +145,10 @@ class Search:
         started = time.monotonic()
         metric = self.facts.metric
         known = [each.evaluation[metric] for each in trials if each.evaluation is not None]
-        best = f"best {metric_label(metric)} {max(known):.1%}" if known else ""
+        best = ""
+        if known:
+            value = shown_value(metric, max(known, key=partial(goodness, metric)))
+            best = f"best {metric_label(metric)} {value}"
 
         def progress(row: Row) -> None:
             spent = before + time.monotonic() - started
@@ -177,7 +182,7 @@ class Search:
 
     def _report(self, asked: Asked, state: State, best: Row | None, reason: str | None) -> None:
         number = len(self.study.trials()) - 1
-        found = "no evaluation" if best is None else f"{best[self.facts.metric]:.1%}"
+        found = "no evaluation" if best is None else shown_value(self.facts.metric, best[self.facts.metric])
         name = f"Candidate {number}" + (", the recipe itself" if asked.is_start else "")
         if state == "complete":
             end = f"{found} after {best['step'] if best else 0} steps"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.training_config_adapter import fitting_heads
 from trm.config import RunConfig
 
 LEARNING_RATE = "learning_rate"
@@ -20,6 +19,7 @@ WIDTH = "hidden_size"
 DEPTH_FACTOR = "depth_factor"  # of all depths, in terminal supervision
 CYCLES = "H_cycles"  # in deep supervision
 MAX_STEPS = "halt_max_steps"  # likewise, for the variant that recurses once per step
+LAYERS = "num_layers"  # of a decoder
 _RATE_FACTOR = 10.0  # to either side
 _MAX_RATE = 0.5
 _BATCH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -51,18 +51,19 @@ def search_space(config: RunConfig) -> Space:
 
 def start_values(config: RunConfig) -> dict[str, int | float]:
     """Return the recipe itself as a point of the space."""
-    depth = {DEPTH_FACTOR: 1.0, CYCLES: config.model.H_cycles, MAX_STEPS: config.model.halt_max_steps}
     key = depth_key(config)
     return {
         LEARNING_RATE: config.training.learning_rate,
         BATCH: config.training.effective_batch_size,
-        key: depth[key],
+        key: 1.0 if key == DEPTH_FACTOR else getattr(config.model, key),
         WIDTH: config.model.hidden_size,
     }
 
 
 def depth_key(config: RunConfig) -> str:
-    """Return what makes this kind of recipe deeper."""
+    """Return what makes this kind of recipe deeper: a factor of the depths, or a key of the model."""
+    if config.model.kind == "decoder":
+        return LAYERS
     if config.training.supervision == "terminal":
         return DEPTH_FACTOR
     return MAX_STEPS if config.model.variant == "transformer" else CYCLES
@@ -76,9 +77,8 @@ def _depths(config: RunConfig) -> tuple[int | float, ...]:
     key = depth_key(config)
     if key == DEPTH_FACTOR:  # halves of a depth of 1 do not exist
         return (0.5, 1.0, 2.0) if max(config.training.depths.values()) > 1 else (1.0, 2.0, 4.0)
-    if key == MAX_STEPS:
-        return _scaled(config.model.halt_max_steps, (0.5, 1.0, 2.0))
-    return tuple(range(1, config.model.H_cycles + 2))
+    start = getattr(config.model, key)
+    return tuple(range(1, start + 2)) if key == CYCLES else _scaled(start, (0.5, 1.0, 2.0))
 
 
 def _widths(config: RunConfig) -> tuple[int, ...]:
@@ -118,10 +118,10 @@ def _set_width(model: JsonObject, config: RunConfig, width: int) -> None:
     before = config.model.hidden_size
     if width == before:
         return
-    model["hidden_size"] = width
-    model["num_heads"] = fitting_heads(width, config.model.num_heads)
+    model.update(config.model.resized(width))
     embedding = config.model.puzzle_emb_ndim
-    model["puzzle_emb_ndim"] = width if embedding == before else min(embedding, width)
+    if embedding and embedding == before:
+        model["puzzle_emb_ndim"] = width
 
 
 def _scale_steps(tree: JsonObject, factor: float) -> None:
@@ -158,6 +158,7 @@ def described(values: Values) -> str:
         DEPTH_FACTOR: "depths x {:g}",
         CYCLES: "{} cycles",
         MAX_STEPS: "{} supervision steps",
+        LAYERS: "{} layers",
         WIDTH: "width {}",
     }
     return ", ".join(text.format(values[name]) for name, text in names.items() if name in values)

@@ -22,6 +22,7 @@ from trm.runs.directory import EVENTS, Run, is_run, only_trainer
 from trm.runs.events import Stopped
 from trm.runs.reading import Follower
 from trm.runs.rows import Row
+from trm.tasks.metrics import goodness
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0  # for a run to save after a request to stop
@@ -91,7 +92,7 @@ def score(row: Row, metric: str) -> float | None:
         return None
     per_token = row.get("token_accuracy")
     tie = per_token if isinstance(per_token, int | float) and math.isfinite(per_token) else 0.0
-    return float(value) + _TIE_WEIGHT * float(tie)
+    return goodness(metric, float(value)) + _TIE_WEIGHT * float(tie)
 
 
 def best_evaluation(path: Path, metric: str) -> Row | None:

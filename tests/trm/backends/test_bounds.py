@@ -41,7 +41,8 @@ def test_weights_and_latents_are_counted_without_building_the_model(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_deep_model_keeps_for_the_backward_pass_follows_from_small_ones(variant):
     config = model_config(**{**VARIANTS[variant], "L_layers": 3, "H_layers": 3, "L_cycles": 4})
-    assert _kept_for_backward(config, SPEC) == _kept_by(TinyRecursiveModel(config, SPEC, seed=None))
+    program = Program(config, training_config(), SPEC)
+    assert _kept_for_backward(program) == _kept_by(TinyRecursiveModel(config, SPEC, seed=None))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -58,6 +59,8 @@ def shipped_program(name):
         return Program.of(config, DataSpec(384, 16_000, 20))
     if config.task == "email-masked":
         return Program.of(config, DataSpec(384, 16_000, 16_000))
+    if config.task == "text":
+        return Program.of(config, DataSpec(1024, 32_000, 32_000))
     task = load_task(config.task)
     return Program.of(config, task.complete(task.spec(config.data.build)))
 

@@ -278,7 +278,7 @@ def plateau_story(tmp_path, values, losses=(1.0, 1.0), **changes):
 
 def test_evaluations_without_improvement_are_a_plateau(tmp_path):
     (finding,) = plateau_story(tmp_path, [0.2, 0.6] + [0.55] * 8)
-    assert "Exact accuracy has not exceeded 60.0% for 5 evaluations" in finding.evidence
+    assert "Exact accuracy has not improved on 60.0% for 5 evaluations" in finding.evidence
     assert "training.plateau" in finding.advice
 
 

@@ -226,7 +226,7 @@ def test_another_patience_or_none_continues_it(ended, trained):
 def test_more_steps_are_trained_whatever_the_accuracy(ended, trained):
     display = Recorder()
     longer = extend(ended, trained[1], 6, display)
-    assert display.messages == [f"Training {ended.path} from step 8 to step 14, whatever its accuracy."]
+    assert display.messages == [f"Training {ended.path} from step 8 to step 14, whatever its result."]
     assert summarise(ended).state == "stopped"
     run(longer, ended.path, max_step=10)
     again = extend(ended, ended.config, 6, display)  # the same request, after an interruption

@@ -65,7 +65,7 @@ def test_a_finished_run_is_trained_for_exactly_the_requested_steps(finished):
     (event,) = [row for row in finished.rows(EVENTS) if row["event"] == "extended"]
     assert (event["step"], event["last_step"]) == (20, 30)
     assert display.messages == [
-        f"Training {finished.path} from step 20 to step 30, whatever its accuracy. The learning rate decays "
+        f"Training {finished.path} from step 20 to step 30, whatever its result. The learning rate decays "
         "until then: from 29% of its peak, after 10% in the last step."
     ]
     open_model(finished.path)  # whichever of its checkpoints is the best
@@ -127,7 +127,7 @@ def test_a_target_that_is_given_again_counts(finished, dataset):
         dataset, training__lr_min_ratio=0.1, evaluation={"every_steps": 2, "target_accuracy": 0.0}
     )
     longer = extend(finished, with_target, 10, display, keep_target=True)
-    assert "or a target of 0%" in display.messages[0]
+    assert "or a target of 0.0%" in display.messages[0]
     assert run(longer, finished.path).reason == "target"
 
 

@@ -113,7 +113,9 @@ def test_a_lower_learning_rate_is_used_recorded_and_shown(tmp_path, dataset):
     rates = [row["learning_rate"] for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
     assert rates == pytest.approx([1e-9, 1e-9, 0.5e-9, 0.2e-9])
     shown = [text for text in display.messages if "learning rate is" in text]
-    assert shown[0] == "Exact accuracy has not exceeded 0.0%: the learning rate is 0.5 of its schedule now."
+    assert (
+        shown[0] == "Exact accuracy has not improved on 0.0%: the learning rate is 0.5 of its schedule now."
+    )
     assert len(shown) == 3
 
 

@@ -1,6 +1,7 @@
 """The PyTorch backend: implements `trm.backends.base.Backend`."""
 
 from trm.backends.pytorch.device import devices, peak_bytes, prepare, warm_up
+from trm.backends.pytorch.language_model import language_model
 from trm.backends.pytorch.learner import learner
 from trm.backends.pytorch.memory import estimate, state_bytes
 from trm.backends.pytorch.predictor import predictor
@@ -9,6 +10,7 @@ from trm.backends.pytorch.profiling import recorder
 __all__ = [
     "devices",
     "estimate",
+    "language_model",
     "learner",
     "peak_bytes",
     "predictor",

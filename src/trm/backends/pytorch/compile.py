@@ -7,12 +7,14 @@ its results on disk, so that what a child process compiled is loaded in seconds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from macbook_optimization.errors import CompilationError
-from trm.backends.pytorch.model import TinyRecursiveModel
+
+if TYPE_CHECKING:
+    from trm.backends.pytorch.model import TinyRecursiveModel
 
 # One C++ function for the whole block: it releases the interpreter lock, so that workers run in parallel.
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"cpp_wrapper": True}

@@ -1,4 +1,4 @@
-"""Three parts of a layer with gradients written by hand: SwiGLU, residual norm, attention heads.
+"""Parts of a layer with gradients written by hand: SwiGLU, norms, attention heads, rotary positions.
 
 Automatic differentiation keeps every intermediate result of a layer until the backward pass. These functions
 keep only the inputs of matrix products, recompute the cheap rest, and write results in place instead of
@@ -111,6 +111,49 @@ class _Heads(torch.autograd.Function):
         return d_qkv, None, None
 
 
+class _Normalize(torch.autograd.Function):
+    """RMS norm over the last dimension with a scale per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = widened(x)
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        y: Tensor = (wide * scale).mul_(weight).to(x.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_y,) = gradients
+        x, weight, scale = ctx.saved_tensors
+        unit = widened(x) * scale
+        wide_d = widened(d_y)
+        d_weight = (wide_d * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        d_unit = wide_d * weight
+        along = (d_unit * unit).mean(-1, keepdim=True)
+        return torch.addcmul(d_unit, unit, along, value=-1).mul_(scale).to(x.dtype), d_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary positions of (..., L, size)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        target = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rotate_into(target, x, cos, sin)
+        return target
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_y,) = gradients
+        cos, sin = ctx.saved_tensors
+        d_x = torch.empty(d_y.shape, dtype=d_y.dtype, device=d_y.device)
+        _rotate_into(d_x, d_y, cos, -sin)
+        return d_x, None, None
+
+
 def _rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the pairs (i, i + size / 2) by the angle of their position; cos and sin are (L, size / 2)."""
     cos = cos.to(x.dtype)
@@ -133,6 +176,16 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool = _unp
 
 def add_and_normalize(x: Tensor, change: Tensor, dim: int, eps: float) -> Tensor:
     result: Tensor = _AddAndNormalize.apply(x, change, dim, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result: Tensor = _Normalize.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    result: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,15 @@ from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBud
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
 from trm.backends.base import Program, StepResult, StepSettings, World, owned_slots
-from trm.backends.pytorch.compile import compile_block
+from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
+from trm.backends.pytorch.gradients import Float32Sums, GradientStream, UpdateInBackward, connect
+from trm.backends.pytorch.language_model import TorchLanguageModel
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
-from trm.backends.pytorch.losses import SlotLosses, slot_losses
+from trm.backends.pytorch.losses import SlotLosses
 from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, check_shapes
+from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.optim import OPTIMIZERS, average_into, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
 from trm.backends.pytorch.step_tensors import StepTensors
@@ -46,35 +49,54 @@ class TorchLearner:
         self.world = world
         self.device = torch.device(execution.device)
         self.phase: Callable[[str], AbstractContextManager[object]] = not_recorded  # marks it in a profile
-        self.workers = ThreadWorkers(execution.threads, execution.workers)
         # Weights are drawn on the CPU, so that a seed means the same model on every device.
-        model = TinyRecursiveModel(program.model, program.data, program.seed, execution.precision)
-        self.model = model.to(self.device)
-        self.model.L_level.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
+        self.model = new_model(program, program.seed, execution.precision).to(self.device)
+        self.model.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = OPTIMIZERS[self.training.optimizer](self.parameters, self.training)
+        optimizer = OPTIMIZERS[self.training.optimizer]
+        self.optimizer = optimizer(self.parameters, self.training, self.model.undecayed)
+        self.stream = self._gradient_stream(world)
+        self.workers = self._new_workers(execution)
         rows = getattr(self.model, "puzzle_emb", None)  # not averaged: most rows occur too rarely
-        self.averaged = copy.deepcopy(self.model, {id(rows): rows}).requires_grad_(False)
+        self.averaged = self.model
+        if self.training.ema:
+            self.averaged = copy.deepcopy(self.model, {id(rows): rows}).requires_grad_(False)
         self.latents: Tensor | None = None
         self.spare: Tensor | None = None  # becomes the latents with the update
-        if self.training.supervision == "deep":
+        if self.training.supervision == "deep" and isinstance(self.model, TinyRecursiveModel):
             owned = owned_slots(world)
             self.latents = self.model.start(owned.stop - owned.start).contiguous()
             self.spare = self.latents.clone()
         if world.size > 1 and program.model.puzzle_emb_ndim:
             raise ConfigError("Puzzle embeddings cannot be trained by several processes yet.")
 
+    def _gradient_stream(self, world: World) -> GradientStream | None:
+        """Return what takes the gradients out of the parameters, or None if they stay there."""
+        in_backward = self.execution.optimizer_in_backward
+        in_bfloat16 = any(each.dtype == torch.bfloat16 for each in self.parameters.values())
+        if not in_backward and not in_bfloat16:
+            return None
+        if world.size > 1:
+            what = "plan.optimizer_in_backward" if in_backward else "model.weights_dtype=bfloat16"
+            raise ConfigError(f"{what} cannot be combined with training by several processes.")
+        stream: GradientStream = (UpdateInBackward if in_backward else Float32Sums)(self.optimizer)
+        connect(stream, self.optimizer)
+        return stream
+
+    def _new_workers(self, execution: Execution) -> ThreadWorkers:
+        """Return the workers; gradients that leave their parameter need one, as it is the same for all."""
+        return ThreadWorkers(execution.threads, execution.workers if self.stream is None else 1)
+
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
             raise ValueError("backend and device of a learner are fixed")
-        workers = ThreadWorkers(execution.threads, execution.workers)
-        block = self.model.L_level
+        workers = self._new_workers(execution)
         if execution.compiled_size is None:
-            block.compiled_size = None
+            self.model.discard_compiled()
         else:  # only the training model: the average runs too rarely to be worth it
-            compile_block(self.model, execution.precision, *workers.share(execution.compiled_size))
+            self.model.compile_for(execution.precision, *workers.share(execution.compiled_size))
         prepare(execution)
-        block.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
+        self.model.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
         for model in (self.model, self.averaged):
             model.precision = execution.precision
         self.workers = workers
@@ -82,6 +104,11 @@ class TorchLearner:
 
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
         self.model.zero_grad(set_to_none=True)
+        if self.stream is not None:
+            self.stream.begin(settings.step, settings.learning_rate)
+        if self.execution.optimizer_in_backward:
+            next_size(0)  # which may stop the step; there is one micro-batch, whatever its size
+            next_size = partial(max, len(batch))
         losses: list[SlotLosses] = []
         times = _Times()
 
@@ -95,7 +122,7 @@ class TorchLearner:
                     tensor.grad.add_(gradient)
 
         by_length = batch.by_length()
-        with allocations(torn=False):
+        with allocations(torn=self.execution.optimizer_in_backward):
             tensors = StepTensors.of(self, batch, by_length)
             compute = partial(self._gradients, tensors, settings)
             self.workers.map(len(batch), next_size, compute, add)
@@ -136,21 +163,15 @@ class TorchLearner:
         started = time.monotonic()
         with self.phase("forward"):
             taken = tensors.take(rows)
-            new_latents = self.model(
-                taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
-            )
-            losses = slot_losses(
-                self.model,
-                new_latents[0],
-                taken.labels,
-                self.training,
-                taken.weights,
-                settings.label_smoothing,
-            )
+            losses, new_latents = self.model.losses(taken, settings, self.training)
             mean = losses.total / self.program.num_slots
         forward = time.monotonic()
         with self.phase("backward"):
-            gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
+            gradients: Sequence[Tensor | None] = [None] * len(tensors.learned)
+            if self.stream is None:
+                gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
+            else:
+                mean.backward()  # type: ignore[no-untyped-call]
         tensors.keep(rows, new_latents)
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
@@ -171,7 +192,11 @@ class TorchLearner:
 
     def _update(self, loss: float, tensors: StepTensors, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf")))
+        if self.stream is not None:
+            grad_norm = self.stream.norm(limit)
+        else:
+            parameters = self.parameters.values()
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
         row_norm = 0.0 if rows_gradient is None else float(rows_gradient.norm())
         if not np.isfinite(loss + grad_norm + row_norm):  # before the update: the weights are still good
@@ -180,24 +205,32 @@ class TorchLearner:
                 f"{settings.step}.",
                 hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
             )
-        self.optimizer.update(settings.step, settings.learning_rate)
+        if self.stream is not None:
+            self.stream.update()
+        else:
+            self.optimizer.update(settings.step, settings.learning_rate)
         if tensors.rows is not None and rows_gradient is not None:
             decay = self.training.puzzle_emb_weight_decay
             updated = sign_descent(tensors.rows, rows_gradient, settings.puzzle_emb_lr, decay)
-            self.model.puzzle_emb.weights[tensors.row_ids] = updated
+            tensors.set_rows(updated)
         if self.training.ema:
             averages = dict(self.averaged.named_parameters())
             average_into(averages, self.parameters, self.training.ema_rate)
         return grad_norm
 
     def predictor(self) -> TorchPredictor:
-        model = self.averaged if self.training.ema else self.model
-        return TorchPredictor(model, self.training, self.workers)
+        assert isinstance(self.averaged, TinyRecursiveModel)
+        return TorchPredictor(self.averaged, self.training, self.workers)
+
+    def language_model(self) -> TorchLanguageModel:
+        assert isinstance(self.averaged, Decoder)
+        return TorchLanguageModel(self.averaged, self.training, self.workers)
 
     @torch.no_grad()
     def set_embeddings(self, tokens: IntArray, vectors: Float32Array) -> None:
         rows = to_tensor(tokens, self.device)
         for model in (self.model, self.averaged):
+            assert isinstance(model, TinyRecursiveModel)  # whose recipes may set them
             table = model.embed_tokens.embedding_weight
             table[rows] = to_tensor(vectors, self.device).to(table.dtype)
 

@@ -5,16 +5,22 @@ The head is applied to labelled positions only, so a classifier is the same mode
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trm.backends.pytorch.fused import widened
-from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.batch import IGNORE_LABEL, exact_rows
 from trm.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from trm.backends.pytorch.model import TinyRecursiveModel
+
+LOGITS_AT_A_TIME = 2**24  # 64 MiB in float32
 
 
 def log_stablemax(logits: Tensor) -> Tensor:
@@ -85,3 +91,41 @@ def slot_losses(
     # exceeds the continue logit.
     margins = halt_logits - continue_logits if model.config.variant == "transformer" else halt_logits
     return SlotLosses(total, correct, counts, margins.detach())
+
+
+def decoder_losses(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden_BLD: Tensor,
+    labels_BL: Tensor,
+    loss: str,
+    smoothing: float = 0.0,
+    logits_at_a_time: int = LOGITS_AT_A_TIME,
+) -> SlotLosses:
+    """Return the losses of a decoder, a few positions at a time.
+
+    The logits of a whole micro-batch would take more memory than the model where the vocabulary is large.
+    Those of a chunk are computed again in the backward pass instead of being kept.
+    """
+    labelled = labels_BL != IGNORE_LABEL
+    counts = labelled.sum(-1)
+    hidden, labels = hidden_BLD[labelled], labels_BL[labelled]
+    with torch.no_grad():
+        vocabulary = logits_of(hidden[:1]).shape[-1]
+    size = max(1, logits_at_a_time // vocabulary)
+    parts = list(zip(torch.split(hidden, size), torch.split(labels, size), strict=True))
+
+    def of_chunk(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits_of(hidden_ND)
+        return token_losses(logits, labels_N, loss, smoothing), (logits.argmax(-1) == labels_N).long()
+
+    if len(parts) == 1 or not torch.is_grad_enabled():
+        computed = [of_chunk(*part) for part in parts]
+    else:
+        computed = [
+            checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+        ]
+    per_token, right = (torch.cat(each) for each in zip(*computed, strict=True))
+    slot_of = labelled.nonzero()[:, 0]
+    correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
+    total = (per_token / counts[slot_of]).sum()
+    return SlotLosses(total, correct, counts, total.detach().new_zeros(len(labels_BL)))

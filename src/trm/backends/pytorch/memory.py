@@ -18,11 +18,14 @@ from torch import Tensor
 from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.memory_management import MemoryModel
 from trm.backends.base import Program
+from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
+from trm.backends.pytorch.losses import LOGITS_AT_A_TIME
 from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.optim import OPTIMIZERS
 from trm.backends.sizes import count_latents, count_positions, count_weights
-from trm.config import ModelConfig
+from trm.config import AnyModelConfig, DecoderConfig
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
 
@@ -35,18 +38,41 @@ def state_bytes(program: Program) -> int:
     """Return the size of everything except the examples that are being computed."""
     model = program.model
     training = program.training
-    copies = 2 + OPTIMIZERS[training.optimizer].state_copies + training.ema  # 2: weights and gradients
     weights = count_weights(model, program.data)
     rows = program.data.num_puzzle_identifiers * model.puzzle_emb_ndim
-    fixed = ((copies + _TEMPORARY_COPIES) * weights + rows) * _BYTES
+    fixed = int(_bytes_per_weight(program) * weights) + rows * _BYTES
+    if isinstance(model, DecoderConfig):
+        fixed += _largest_update(model, program.data)
     if training.supervision == "deep":  # latents before and after the step
         fixed += 2 * program.num_slots * count_latents(model, program.data) * _activation_bytes(model)
     return fixed
 
 
+def _bytes_per_weight(program: Program) -> float:
+    """Return what is kept per weight: itself, its average, gradient and moments, and copies in an update.
+
+    A decoder is updated one tensor at a time (`_largest_update`). Its gradients are kept twice, as those of a
+    micro-batch are added to the sum, unless they leave the parameters one by one (`gradients.py`).
+    """
+    training = program.training
+    moment = 2 if training.moments_dtype == "bfloat16" else _BYTES
+    moments = OPTIMIZERS[training.optimizer].state_copies * moment
+    if isinstance(program.model, DecoderConfig):
+        in_bfloat16 = program.model.weights_dtype == "bfloat16"
+        weight = 2 if in_bfloat16 else _BYTES
+        return (1 + training.ema) * weight + moments + (1 if in_bfloat16 else 2) * _BYTES
+    return (2 + training.ema + _TEMPORARY_COPIES) * _BYTES + moments
+
+
+def _largest_update(model: DecoderConfig, data: DataSpec) -> int:
+    """Return what the update of the largest matrix takes: copies of it and of its gradient in float32."""
+    rows = max(data.vocab_size, 2 * model.inner_size)
+    return (1 + _TEMPORARY_COPIES) * rows * model.hidden_size * _BYTES
+
+
 def estimate(program: Program, execution: Execution) -> MemoryModel:
     model = program.model
-    kept = _kept_for_backward(model, program.data)
+    kept = _kept_for_backward(program)
     layers = model.block_passes_per_cycle * model.num_layers
     every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
     if every:  # a recomputed layer keeps its input; while one is recomputed, it keeps what it needs
@@ -56,51 +82,69 @@ def estimate(program: Program, execution: Execution) -> MemoryModel:
         )
         kept = kept * (1 - recomputed / layers) + inputs + kept / layers
     logits = program.data.max_len * program.data.num_outputs * _BYTES * 6
-    return MemoryModel(state_bytes(program), int(_WORK * kept + logits))
+    if isinstance(model, DecoderConfig):  # which computes a few of them at a time
+        logits = min(logits, LOGITS_AT_A_TIME * _BYTES * 6)
+    fixed = state_bytes(program)
+    if execution.optimizer_in_backward and isinstance(model, DecoderConfig):  # no gradient is kept
+        kept_twice = model.weights_dtype == "float32"
+        fixed -= (1 + kept_twice) * _BYTES * count_weights(model, program.data)
+    return MemoryModel(fixed, int(_WORK * kept + logits))
 
 
-def _activation_bytes(model: ModelConfig) -> int:
+def _activation_bytes(model: AnyModelConfig) -> int:
     return 2 if model.forward_dtype == "bfloat16" else _BYTES
 
 
-def _kept_for_backward(model: ModelConfig, data: DataSpec) -> float:
+def _kept_for_backward(program: Program) -> float:
     """Return the bytes for one example.
 
     They are linear in the passes through the block and in the layers of each, so three small networks give
     the numbers of one with any number of layers and cycles.
     """
 
+    model = program.model
+
     def at(layers: int, cycles: int) -> float:
         sizes = {"L_layers": layers, "H_layers": layers, "L_cycles": cycles}
-        few = replace(data, num_puzzle_identifiers=1)
-        return _kept_by(TinyRecursiveModel(model.model_copy(update=sizes), few, seed=None))
+        if isinstance(model, DecoderConfig):
+            sizes = {"num_layers": layers}
+        few = replace(program.data, num_puzzle_identifiers=1)
+        smaller = replace(program, model=model.model_copy(update=sizes), data=few)
+        return _kept_by(new_model(smaller, seed=None))
 
     smallest = at(1, 1)
     passes = model.block_passes_per_cycle
-    fewest = min(passes, 2)  # the transformer variant has one, whatever its cycles
+    fewest = min(passes, 2)  # the transformer variant and a decoder have one
     per_layer = (at(2, 1) - smallest) / fewest
+    if passes == 1:
+        return smallest + per_layer * (model.num_layers - 1)
     per_pass = at(1, 2) - smallest - per_layer
     return smallest + per_layer * (passes * model.num_layers - fewest) + per_pass * (passes - fewest)
 
 
-def _kept_by(network: TinyRecursiveModel) -> float:
+def _kept_by(network: TinyRecursiveModel | Decoder) -> float:
     """Return what autograd keeps, with each storage counted once and weights not at all."""
     weights = {id(parameter.untyped_storage()) for parameter in network.parameters()}
-    num_positions = network.num_positions
+    num_positions = count_positions(network.config, network.data)
+    is_attention = getattr(network.config, "mixer", "attention") == "attention"
     stores: dict[int, tuple[object, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         # On the CPU, attention keeps no L x L matrix; on the meta device it is decomposed and does.
-        square = network.config.mixer == "attention" and tensor.shape[-2:] == (num_positions, num_positions)
+        square = is_attention and tensor.shape[-2:] == (num_positions, num_positions)
         if id(storage) not in weights and not square:
             stores[storage._cdata] = (storage, storage.nbytes())
         return tensor
 
     inputs = torch.zeros(1, network.data.max_len, dtype=torch.long, device="meta")
-    rows = torch.empty(1, network.config.puzzle_emb_ndim, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        network(inputs, rows if network.config.puzzle_emb_ndim else None, network.start(1), cycles=1)
+        if isinstance(network, Decoder):
+            network(inputs)
+        else:
+            width = network.config.puzzle_emb_ndim
+            rows = torch.empty(1, width, device="meta") if width else None
+            network(inputs, rows, network.start(1), cycles=1)
     return float(sum(size for _, size in stores.values()))
 
 

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from macbook_optimization.errors import CheckpointError
+from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.fused import widened
 from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
+from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.sizes import count_positions
-from trm.config import ModelConfig
+from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import DataSpec
+
+if TYPE_CHECKING:
+    from trm.backends.base import StepSettings
+    from trm.backends.pytorch.step_tensors import MicroBatch
 
 IMPOSSIBLE_LOGIT = -20.0  # of a token that is not a digit, with candidates
 
@@ -194,6 +201,38 @@ class TinyRecursiveModel(nn.Module):
             z_LBD = self.L_level(z_LBD + question_LBD, angles, mask)
         return self.L_level(y_LBD + z_LBD, angles, mask), z_LBD
 
+    def losses(
+        self, taken: MicroBatch, settings: StepSettings, training: TrainingConfig
+    ) -> tuple[SlotLosses, Tensor | None]:
+        """Return the losses of a micro-batch, and its new latents."""
+        assert taken.latents is not None
+        new_latents: Tensor = self(
+            taken.inputs, taken.puzzle_rows, taken.latents, settings.cycles, taken.padding
+        )
+        smoothing = settings.label_smoothing
+        losses = slot_losses(self, new_latents[0], taken.labels, training, taken.weights, smoothing)
+        return losses, new_latents
+
+    @property
+    def undecayed(self) -> frozenset[str]:
+        """Names of parameters without weight decay: none, as in the reference implementation."""
+        return frozenset()
+
+    @property
+    def recompute_every(self) -> int:
+        return self.L_level.recompute_every
+
+    @recompute_every.setter
+    def recompute_every(self, every: int) -> None:
+        self.L_level.recompute_every = every
+
+    def compile_for(self, precision: str, batch_size: int, threads: int) -> None:
+        """Compile the block for this micro-batch size and number of threads."""
+        compile_block(self, precision, batch_size, threads)
+
+    def discard_compiled(self) -> None:
+        self.L_level.compiled_size = None
+
     def answer_positions(self, y_LBD: Tensor) -> Tensor:
         """Return (B, L, D) without the prefix; with candidates (B, cells, digits, D)."""
         if self.config.mixer == "candidates":
@@ -221,7 +260,7 @@ class TinyRecursiveModel(nn.Module):
         return widened(F.linear(y_LBD[0], weight, bias))
 
 
-def load_weights(model: TinyRecursiveModel, weights: Mapping[str, Tensor]) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     check_shapes(model.state_dict(), weights, "The weights do")
     model.load_state_dict(weights)
 

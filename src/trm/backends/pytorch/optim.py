@@ -8,67 +8,111 @@ a class here with `state_copies`, the number of tensors of the weights' size tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trm.backends.pytorch.fused import widened
 from trm.config import TrainingConfig
 
 Named = Mapping[str, Tensor]
 
 
+class Update(NamedTuple):
+    """One update of one parameter."""
+
+    name: str
+    gradient: Tensor  # in at least float32
+    step: int  # counted from 1
+    learning_rate: float
+
+
 class AdamW:
-    """Decoupled weight decay, then Adam's step: m / (sqrt(v) + eps)."""
+    """Decoupled weight decay, then Adam's step: m / (sqrt(v) + eps).
+
+    A parameter or moment that is kept in bfloat16 is changed in float32 and rounded once.
+    """
 
     state_copies = 2
 
-    def __init__(self, parameters: Named, training: TrainingConfig) -> None:
+    def __init__(
+        self, parameters: Named, training: TrainingConfig, undecayed: Collection[str] = frozenset()
+    ) -> None:
         self.parameters = dict(parameters)
         self.training = training
+        self.undecayed = undecayed  # names of parameters without weight decay
         self.moments = {
-            f"{name}.{moment}": torch.zeros_like(parameter)
+            f"{name}.{moment}": zeros
             for name, parameter in self.parameters.items()
-            for moment in self.moments_of(name)
+            for moment, zeros in self.new_moments(name, parameter).items()
         }
 
-    def moments_of(self, name: str) -> tuple[str, ...]:
-        """Return which moments are kept of a parameter."""
-        return ("exp_avg", "exp_avg_sq")
+    def new_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the moments that are kept of a parameter, before the first step."""
+        return {moment: self.zeros(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+
+    def zeros(self, like: Tensor) -> Tensor:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.training.moments_dtype == "bfloat16":
+            dtype = torch.bfloat16
+        return torch.zeros_like(like, dtype=dtype)
+
+    def update(self, step: int, learning_rate: float, gradients: Named | None = None) -> None:
+        """Change every parameter that has a gradient, by default its own."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad if gradients is None else gradients.get(name)
+            if gradient is not None:
+                self.update_one(Update(name, gradient, step, learning_rate))
 
     @torch.no_grad()
-    def update(self, step: int, learning_rate: float) -> None:
-        """Change every parameter that has a gradient. `step` counts from 1, for all of them alike."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            mean = self.moments[f"{name}.exp_avg"].lerp_(parameter.grad, 1 - self.training.beta1)
-            parameter.mul_(1 - learning_rate * self.training.weight_decay)
-            self.change(name, parameter, mean, step, learning_rate)
+    def update_one(self, update: Update) -> None:
+        parameter = self.parameters[update.name]
+        wide = widened(parameter)
+        update = update._replace(gradient=update.gradient.to(wide.dtype))
+        if update.name not in self.undecayed:
+            wide.mul_(1 - update.learning_rate * self.training.weight_decay)
+        self.change(wide, update)
+        if wide is not parameter:
+            parameter.copy_(wide)
 
-    def change(self, name: str, parameter: Tensor, mean: Tensor, step: int, learning_rate: float) -> None:
-        direction, size = self.corrected_moments(name, parameter, mean, step)
-        parameter.addcdiv_(direction, size.add_(1e-8), value=-learning_rate)
+    def change(self, parameter: Tensor, update: Update) -> None:
+        direction, size = self.corrected_moments(update)
+        parameter.addcdiv_(direction, size.add_(1e-8), value=-update.learning_rate)
 
-    def corrected_moments(
-        self, name: str, parameter: Tensor, mean: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Update the second moment, and return both without the bias of their start at zero."""
-        beta1 = self.training.beta1
+    def first_moment(self, update: Update) -> Tensor:
+        """Update the mean of the gradients, and return it."""
+        kept = self.moments[f"{update.name}.exp_avg"]
+        mean = widened(kept).lerp_(update.gradient, 1 - self.training.beta1)
+        return _stored(kept, mean)
+
+    def second_moment(self, update: Update) -> Tensor:
+        """Update the mean of the squared gradients, and return it."""
+        kept = self.moments[f"{update.name}.exp_avg_sq"]
         beta2 = self.training.beta2
-        assert parameter.grad is not None
-        square = self.moments[f"{name}.exp_avg_sq"]
-        square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        return mean / (1 - beta1**step), (square / (1 - beta2**step)).sqrt()
+        square = widened(kept).mul_(beta2).addcmul_(update.gradient, update.gradient, value=1 - beta2)
+        return _stored(kept, square)
+
+    def corrected_moments(self, update: Update) -> tuple[Tensor, Tensor]:
+        """Update both moments, and return them without the bias of their start at zero."""
+        mean = self.first_moment(update) / (1 - self.training.beta1**update.step)
+        return mean, (self.second_moment(update) / (1 - self.training.beta2**update.step)).sqrt()
+
+
+def _stored(kept: Tensor, wide: Tensor) -> Tensor:
+    if wide is not kept:
+        kept.copy_(wide)
+    return wide
 
 
 class AdamAtan2(AdamW):
     """AdamW with atan2(m, sqrt(v)) in place of the quotient: it needs no eps, and no step exceeds pi/2
     learning rates."""
 
-    def change(self, name: str, parameter: Tensor, mean: Tensor, step: int, learning_rate: float) -> None:
-        direction, size = self.corrected_moments(name, parameter, mean, step)
-        parameter.add_(torch.atan2(direction, size), alpha=-learning_rate)
+    def change(self, parameter: Tensor, update: Update) -> None:
+        direction, size = self.corrected_moments(update)
+        parameter.add_(torch.atan2(direction, size), alpha=-update.learning_rate)
 
 
 class Muon(AdamW):
@@ -76,19 +120,63 @@ class Muon(AdamW):
 
     state_copies = 2  # at most: the block's matrices need one
 
-    def moments_of(self, name: str) -> tuple[str, ...]:
-        return ("exp_avg",) if _in_block(name) else super().moments_of(name)
+    def new_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": self.zeros(parameter)} if _in_block(name) else super().new_moments(name, parameter)
 
-    def change(self, name: str, parameter: Tensor, mean: Tensor, step: int, learning_rate: float) -> None:
-        if not _in_block(name):
-            super().change(name, parameter, mean, step, learning_rate)
+    def change(self, parameter: Tensor, update: Update) -> None:
+        if not _in_block(update.name):
+            super().change(parameter, update)
             return
-        assert parameter.grad is not None
-        ahead = torch.lerp(parameter.grad, mean, self.training.beta1)
-        parameter.add_(orthogonalized(ahead), alpha=-learning_rate * muon_scale(parameter))
+        ahead = torch.lerp(update.gradient, self.first_moment(update), self.training.beta1)
+        parameter.add_(orthogonalized(ahead), alpha=-update.learning_rate * muon_scale(parameter))
 
 
-OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "adam_atan2": AdamAtan2, "muon": Muon}
+class Adafactor(AdamW):
+    """The second moment of a matrix as the product of its rows' and its columns' means; no first moment.
+
+    Shazeer & Stern, 2018: steps are relative to the size of the parameter, the decay of the moment grows with
+    the step, and an update whose root mean square exceeds one is scaled down to it.
+    """
+
+    state_copies = 0  # two vectors per matrix
+    LEAST_SIZE = 1e-3  # of a parameter, which may start at zero
+
+    def new_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        if parameter.ndim != 2:
+            return {"exp_avg_sq": self.zeros(parameter)}
+        return {"row": self.zeros(parameter[:, 0]), "column": self.zeros(parameter[0])}
+
+    def change(self, parameter: Tensor, update: Update) -> None:
+        step = self._scaled(update)
+        step.div_(max(1.0, _root_mean_square(step)))
+        size = max(self.LEAST_SIZE, _root_mean_square(parameter))
+        parameter.add_(step, alpha=-update.learning_rate * size)
+
+    def _scaled(self, update: Update) -> Tensor:
+        """Return the gradient divided by the root of its second moment."""
+        decay = update.step**-0.8
+        squares = update.gradient.square().add_(1e-30)
+        if squares.ndim != 2:
+            return update.gradient * self._mean(f"{update.name}.exp_avg_sq", squares, decay).rsqrt()
+        row = self._mean(f"{update.name}.row", squares.mean(1), decay)
+        column = self._mean(f"{update.name}.column", squares.mean(0), decay)
+        return update.gradient * (row / row.mean()).rsqrt()[:, None] * column.rsqrt()
+
+    def _mean(self, name: str, squares: Tensor, decay: float) -> Tensor:
+        kept = self.moments[name]
+        return _stored(kept, widened(kept).lerp_(squares, decay))
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel())
+
+
+OPTIMIZERS: dict[str, type[AdamW]] = {
+    "adamw": AdamW,
+    "adam_atan2": AdamAtan2,
+    "muon": Muon,
+    "adafactor": Adafactor,
+}
 
 
 def _in_block(name: str) -> bool:

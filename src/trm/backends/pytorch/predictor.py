@@ -14,6 +14,7 @@ from trm.backends.pytorch.device import to_array, to_tensor
 from trm.backends.pytorch.losses import probabilities as probabilities_of
 from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, load_weights
+from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.workers import ThreadWorkers
 from trm.batch import PAD_TOKEN, Batch
 from trm.config import TrainingConfig
@@ -107,7 +108,8 @@ class TorchPredictor:
 
 
 def predictor(program: Program, execution: Execution, weights: Mapping[str, Tensor]) -> TorchPredictor:
-    model = TinyRecursiveModel(program.model, program.data, precision=execution.precision)
+    model = new_model(program, precision=execution.precision)
+    assert isinstance(model, TinyRecursiveModel)
     load_weights(model, weights)
     model = model.requires_grad_(False).to(torch.device(execution.device))
     return TorchPredictor(model, program.training, ThreadWorkers(execution.threads, execution.workers))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trm.arrays import IntArray
+from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import to_tensor
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.batch import IGNORE_LABEL, Batch
@@ -22,8 +23,9 @@ class MicroBatch(NamedTuple):
     labels: Tensor
     padding: Tensor | None
     puzzle_rows: Tensor | None
-    latents: Tensor
+    latents: Tensor | None  # None: the model has none
     weights: Tensor | None
+    noise_seeds: IntArray | None = None
 
 
 @dataclass
@@ -34,7 +36,7 @@ class StepTensors:
     little of it is padding.
     """
 
-    model: TinyRecursiveModel
+    model: TinyRecursiveModel | Decoder
     batch: Batch
     inputs: Tensor
     labels: Tensor
@@ -70,7 +72,7 @@ class StepTensors:
             first_row=learner.first_row(batch),
             by_length=by_length,
         )
-        if model.config.puzzle_emb_ndim:
+        if isinstance(model, TinyRecursiveModel) and model.config.puzzle_emb_ndim:
             identifiers = to_tensor(batch.puzzle_identifiers, device)
             tensors.row_ids, tensors.row_of_slot = torch.unique(identifiers, return_inverse=True)
             tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
@@ -82,6 +84,28 @@ class StepTensors:
         rows = self._rows(part)
         taken = self.batch[rows].trimmed()
         length = taken.inputs.shape[1]
+        puzzle_rows = None
+        if self.rows is not None and self.row_of_slot is not None:
+            puzzle_rows = self.rows[self.row_of_slot[rows]]
+        padding = None if self.padding is None else self.padding[rows, :length]
+        weights = None
+        if taken.weights is not None:
+            weights = to_tensor(taken.weights, self.inputs.device).to(self.learned[0].dtype)
+        return MicroBatch(
+            inputs=self.inputs[rows, :length],
+            labels=self.labels[rows, :length],
+            padding=padding,
+            puzzle_rows=puzzle_rows,
+            latents=self._latents(taken, rows),
+            weights=weights,
+            noise_seeds=taken.noise_seeds,
+        )
+
+    def _latents(self, taken: Batch, rows: slice | IntArray) -> Tensor | None:
+        """Return the initial latents of these rows, with noise, or those that they carry."""
+        if not isinstance(self.model, TinyRecursiveModel):
+            return None
+        length = taken.inputs.shape[1]
         latents = self.model.start(len(taken), length)
         if taken.noise_seeds is not None:
             generators = (torch.Generator().manual_seed(int(seed)) for seed in taken.noise_seeds)
@@ -90,29 +114,20 @@ class StepTensors:
         if self.latents is not None:
             carried = self.latents[:, : latents.shape[1], self._own(rows)]
             latents = torch.where(self.fresh[rows][:, None], latents, carried)
-        puzzle_rows = None
-        if self.rows is not None and self.row_of_slot is not None:
-            puzzle_rows = self.rows[self.row_of_slot[rows]]
-        padding = None if self.padding is None else self.padding[rows, :length]
-        weights = None
-        if taken.weights is not None:
-            weights = to_tensor(taken.weights, self.inputs.device).to(self.model.initial_latents.dtype)
-        return MicroBatch(
-            inputs=self.inputs[rows, :length],
-            labels=self.labels[rows, :length],
-            padding=padding,
-            puzzle_rows=puzzle_rows,
-            latents=latents,
-            weights=weights,
-        )
+        return latents
 
-    def keep(self, part: slice, new_latents: Tensor) -> None:
-        if self.new_latents is not None:
+    def keep(self, part: slice, new_latents: Tensor | None) -> None:
+        if self.new_latents is not None and new_latents is not None:
             own = self._own(self._rows(part))
             positions = new_latents.shape[1]
             self.new_latents[:, :positions, own] = new_latents.detach()
             # What remains of an earlier, wider step would not survive a checkpoint.
             self.new_latents[:, positions:, own] = 0
+
+    def set_rows(self, updated: Tensor) -> None:
+        """Write the puzzle embedding rows of this batch back into their table."""
+        assert isinstance(self.model, TinyRecursiveModel)
+        self.model.puzzle_emb.weights[self.row_ids] = updated
 
     def _rows(self, part: slice) -> slice | IntArray:
         """Return the rows of a slice of the order of computation."""

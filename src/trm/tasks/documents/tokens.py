@@ -14,17 +14,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from macbook_optimization.errors import DataError, LaptopError
+from macbook_optimization.errors import DataError
 from macbook_optimization.input_files import read_input
 from macbook_optimization.units import MIB
 from trm.arrays import IntArray
 from trm.batch import PAD_TOKEN
 from trm.config import Count, Section
 from trm.tasks.documents.mail import Mail
+from trm.tasks.documents.tokenizer_library import tokenizer_library
 from trm.tasks.documents.words import words
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MailTokenizer:
 
         A header feature that fewer than `min_mails` messages have is not in it.
         """
-        library = _library()
+        library = tokenizer_library()
         known = _known_features(mails, int(_FEATURE_SHARE * vocab_size), min_mails)
         letters = _letters(map(_text, mails), min(_MAX_LETTERS, vocab_size // 8))
         tokenizer = library.Tokenizer(library.models.BPE(unk_token=_MARKS[1]))
@@ -108,7 +109,7 @@ class MailTokenizer:
 
     @classmethod
     def from_json(cls, text: str, origin: str = FILE_NAME) -> MailTokenizer:
-        library = _library()
+        library = tokenizer_library()
         try:
             tokenizer = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises no narrower class
@@ -257,17 +258,3 @@ def _marked(found: list[str]) -> str:
 
 def _is_code(word: str) -> bool:
     return len(word) > _LONG_CODE and _DIGIT.search(word) is not None
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ModuleNotFoundError as error:
-        raise LaptopError(
-            f"The Python package {error.name} is missing; the recursive path of mail needs it.",
-            hint="Install it: python -m pip install tokenizers",
-        ) from error
-    return tokenizers

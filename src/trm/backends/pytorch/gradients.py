@@ -1,0 +1,108 @@
+"""Gradients that leave their parameter as soon as the backward pass has completed them.
+
+Kept together, the gradients of a model take as much memory as its weights. Here each is either added to a
+float32 sum over micro-batches, because sums of many small bfloat16 numbers lose most of them, or used for the
+update immediately. The latter needs no memory for gradients, but it cannot wait for other micro-batches, for
+the norm of all gradients, or for other processes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trm.backends.pytorch.optim import AdamW, Update
+
+
+class GradientStream(Protocol):
+    def begin(self, step: int, learning_rate: float) -> None:
+        """Start a step, before its first backward pass."""
+        ...
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Receive the gradient of a parameter, once per micro-batch."""
+        ...
+
+    def norm(self, limit: float | None) -> float:
+        """Return the norm of all gradients, after scaling them down to the limit if there is one."""
+        ...
+
+    def update(self) -> None:
+        """Change the parameters, unless that has happened."""
+        ...
+
+
+def connect(stream: GradientStream, optimizer: AdamW) -> None:
+    """Pass every gradient that a backward pass completes to the stream."""
+
+    def completed(name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            stream.take(name, gradient)
+
+    for name, parameter in optimizer.parameters.items():
+        hook = partial(completed, name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class Float32Sums:
+    """The sum of the gradients of all micro-batches, in float32 whatever the precision of the weights."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+        self.sums: dict[str, Tensor] = {}
+
+    def begin(self, step: int, learning_rate: float) -> None:
+        self.sums = {}
+        self.step = step
+        self.learning_rate = learning_rate
+
+    @torch.no_grad()
+    def take(self, name: str, gradient: Tensor) -> None:
+        if name in self.sums:
+            self.sums[name].add_(gradient)
+        else:
+            self.sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+    def norm(self, limit: float | None) -> float:
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(each)) ** 2 for each in self.sums.values()))
+        if limit is not None and norm > limit:
+            for each in self.sums.values():
+                each.mul_(limit / (norm + 1e-6))
+        return norm
+
+    def update(self) -> None:
+        while self.sums:
+            name, gradient = self.sums.popitem()
+            self.optimizer.update_one(Update(name, gradient, self.step, self.learning_rate))
+
+
+class UpdateInBackward:
+    """Changes each parameter as soon as its gradient is known; one that is not finite is passed over."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+        self.square = 0.0
+
+    def begin(self, step: int, learning_rate: float) -> None:
+        self.square = 0.0
+        self.step = step
+        self.learning_rate = learning_rate
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = float(torch.linalg.vector_norm(gradient, dtype=wide))
+        self.square += norm**2
+        if math.isfinite(norm):
+            self.optimizer.update_one(Update(name, gradient, self.step, self.learning_rate))
+
+    def norm(self, limit: float | None) -> float:
+        return math.sqrt(self.square) if math.isfinite(self.square) else math.nan
+
+    def update(self) -> None:
+        return None

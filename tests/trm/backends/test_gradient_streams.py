@@ -1,0 +1,159 @@
+"""Optimizers of large models, and gradients that are not kept."""
+
+import numpy as np
+import pytest
+import torch
+from reference import decoder as reference
+from test_decoder import SETTINGS, decoder_config, make, text_batch, training
+
+from macbook_optimization.errors import ConfigError, NonFiniteError
+from trm.backends.pytorch.optim import OPTIMIZERS
+from trm.config import RunConfig
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (7,)])
+def test_adafactor_equals_its_formula(shape):
+    rng = np.random.default_rng(0)
+    start, gradients = rng.normal(size=shape), rng.normal(size=(6, *shape))
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    undecayed = frozenset() if len(shape) == 2 else frozenset({"p"})
+    optimizer = OPTIMIZERS["adafactor"]({"p": parameter}, training(weight_decay=0.3), undecayed)
+    for step, gradient in enumerate(gradients, start=1):
+        optimizer.update(step, 0.05, {"p": torch.from_numpy(gradient)})
+    expected = reference.adafactor(start, gradients, 0.05, 0.3)
+    np.testing.assert_allclose(parameter.detach(), expected, rtol=1e-10)
+
+
+def test_adafactor_keeps_two_vectors_per_matrix():
+    parameters = {"matrix": torch.zeros(30, 20), "vector": torch.zeros(9)}
+    optimizer = OPTIMIZERS["adafactor"](parameters, training())
+    shapes = {name: tuple(each.shape) for name, each in optimizer.moments.items()}
+    assert shapes == {"matrix.row": (30,), "matrix.column": (20,), "vector.exp_avg_sq": (9,)}
+
+
+def test_moments_in_bfloat16_take_half_the_memory_and_nearly_the_same_steps():
+    made = {name: make(changes={"moments_dtype": name}) for name in ("float32", "bfloat16")}
+    for learner in made.values():
+        for step in (1, 2, 3):
+            learner.step(text_batch(seed=step), SETTINGS, lambda done: 6)
+    half, whole = (made[name].optimizer.moments for name in ("bfloat16", "float32"))
+    assert {each.dtype for each in half.values()} == {torch.bfloat16}
+    for name, moment in whole.items():
+        torch.testing.assert_close(half[name].float(), moment, rtol=0.05, atol=1e-4)
+
+
+def test_norms_are_not_decayed():
+    learner = make(changes={"weight_decay": 10.0})
+    before = {name: each.clone() for name, each in learner.parameters.items()}
+    for parameter in learner.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.update(1, 0.01)
+    for name, parameter in learner.parameters.items():
+        factor = 1.0 if name.endswith("norm.weight") else 0.9
+        torch.testing.assert_close(parameter, factor * before[name])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_an_update_in_the_backward_pass_equals_the_usual_one(optimizer, tie_embeddings):
+    config = decoder_config(tie_embeddings=tie_embeddings)
+    usual, in_backward = (
+        make(config, {"optimizer": optimizer}, optimizer_in_backward=mode) for mode in (False, True)
+    )
+    for step in (1, 2, 3):
+        settings = SETTINGS.__class__(step, 1, 1e-2, 0.0)
+        results = [
+            each.step(text_batch(seed=step), settings, lambda done: 6) for each in (usual, in_backward)
+        ]
+        assert results[0].loss == results[1].loss
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+    for name, weight in usual.parameters.items():
+        assert torch.equal(in_backward.parameters[name], weight), name
+        assert in_backward.parameters[name].grad is None
+
+
+def test_an_update_in_the_backward_pass_takes_the_whole_batch_at_once():
+    usual, in_backward = make(), make(optimizer_in_backward=True)
+    for learner, size in ((usual, 6), (in_backward, 2)):
+        learner.step(text_batch(), SETTINGS, lambda done, size=size: size)
+    for name, weight in usual.parameters.items():
+        assert torch.equal(in_backward.parameters[name], weight), name
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
+    learner = make(optimizer_in_backward=True)
+    with torch.no_grad():
+        learner.parameters["norm.weight"][0] = torch.inf
+    before = {name: each.clone() for name, each in learner.parameters.items()}
+    with pytest.raises(NonFiniteError):
+        learner.step(text_batch(), SETTINGS, lambda done: 6)
+    for name, weight in before.items():
+        assert torch.equal(learner.parameters[name], weight), name
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    config = decoder_config(weights_dtype="bfloat16")
+    learner = make(config, precision="bfloat16")
+    reference_learner = make(decoder_config())
+    with torch.no_grad():
+        for name, weight in learner.parameters.items():
+            reference_learner.parameters[name].copy_(weight)
+    learner.stream.begin(1, 0.0)
+    for seed in range(4):
+        for name in learner.parameters:
+            value = torch.full((3,), 1.0 if seed == 0 else 2.0**-10, dtype=torch.bfloat16)
+            learner.stream.take(name, value)
+    sums = learner.stream.sums["norm.weight"]
+    assert sums.dtype == torch.float32
+    assert sums[0] == 1 + 3 * 2.0**-10  # in bfloat16, each of these additions would be lost
+    found = learner.step(text_batch(), SETTINGS, lambda done: 2)
+    expected = reference_learner.step(text_batch(), SETTINGS, lambda done: 2)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
+    assert {each.dtype for each in learner.parameters.values()} == {torch.bfloat16}
+
+
+def test_clipping_scales_sums_as_it_scales_gradients():
+    learner = make(decoder_config(weights_dtype="bfloat16"), {"max_grad_norm": 0.01})
+    learner.stream.begin(1, 0.0)
+    learner.stream.take("norm.weight", torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+    assert learner.stream.norm(0.5) == 5.0
+    assert learner.stream.norm(None) == pytest.approx(0.5, rel=1e-5)
+
+
+def recipe(**changes):
+    tree = {
+        "task": "text", "data": {"path": "x"}, "model": {"kind": "decoder"},
+        "training": {"ema": False, "effective_batch_size": 4}, "plan": {"optimizer_in_backward": True},
+    }  # fmt: skip
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree[section] = {**tree[section], name: value}
+    return RunConfig.model_validate(tree)
+
+
+def test_an_update_in_the_backward_pass_is_accepted_where_it_can_work():
+    assert recipe().plan.optimizer_in_backward
+    assert recipe(plan__micro_batch_size=4).plan.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"training__max_grad_norm": 1.0}, "clipping needs the norm of all gradients first"),
+        ({"training__ema": True}, "moving average"),
+        ({"plan__micro_batch_size": 2}, "accumulation over micro-batches of 2"),
+        ({"model__kind": "trm"}, "it is for model.kind=decoder"),
+    ],
+)
+def test_an_update_in_the_backward_pass_is_refused_with_the_reason(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        recipe(**change)
+
+
+def test_several_processes_cannot_use_it():
+    class Two:
+        rank, size, writes, shares = 0, 2, True, (3, 3)
+
+    with pytest.raises(ConfigError, match="several processes"):
+        make(world=Two(), optimizer_in_backward=True)
