@@ -8,7 +8,7 @@ Two values cross it: `Program` says what is computed, `Execution` says how.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +45,20 @@ class Program:
         return self.training.effective_batch_size
 
 
+class PeerLost(Exception):  # noqa: N818 - an observation; the supervisor decides what follows
+    """Another process of the world has ended, or cannot be reached."""
+
+
+class StepAbandoned(Exception):  # noqa: N818 - not an error of this rank
+    """Another rank could not complete the step. Nothing has changed, and the step may be repeated."""
+
+
 class World(Protocol):
-    """The processes that train one run together."""
+    """The processes that train one run together.
+
+    Every method except `close` is a collective: all ranks call it in the same order, and it raises `PeerLost`
+    if one of them is gone. Tensors are those of the backend.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -64,9 +76,34 @@ class World(Protocol):
         """Slots per rank; each rank owns a contiguous range."""
         ...
 
-    def sum(self, message: Float32Array) -> None:
-        """Replace the array by its sum over all ranks, with the same bits on each of them."""
+    def sum(self, message: Any) -> None:
+        """Replace a flat tensor by its sum over all ranks, with the same bits on each of them."""
         ...
+
+    def agree(self, wishes: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum over all ranks."""
+        ...
+
+    def broadcast(self, facts: Any) -> Any:
+        """Return the JSON value that the writer passes; what others pass is ignored."""
+        ...
+
+    def copy_from_writer(self, tensor: Any) -> None:
+        """Replace a tensor by that of the writer."""
+        ...
+
+    def gather(self, own: Any, dim: int) -> Any:
+        """Return the tensor of all slots at the writer, from each rank's range in dimension `dim`.
+
+        Other ranks get None.
+        """
+        ...
+
+    def scatter(self, whole: Any, own: Any, dim: int) -> None:
+        """Fill each rank's tensor with its range of the tensor of all slots, which only the writer has."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +119,25 @@ class SingleProcess:
     def shares(self) -> tuple[int, ...]:
         return (self.num_slots,)
 
-    def sum(self, message: Float32Array) -> None:
+    def sum(self, message: Any) -> None:
+        return None
+
+    def agree(self, wishes: Sequence[int]) -> list[int]:
+        return list(wishes)
+
+    def broadcast(self, facts: Any) -> Any:
+        return facts
+
+    def copy_from_writer(self, tensor: Any) -> None:
+        return None
+
+    def gather(self, own: Any, dim: int) -> Any:
+        return own
+
+    def scatter(self, whole: Any, own: Any, dim: int) -> None:
+        own[...] = whole
+
+    def close(self) -> None:
         return None
 
 
@@ -108,10 +163,10 @@ class StepResult:
     loss: float  # mean over the slots of all ranks
     grad_norm: float
     token_accuracy: float
-    exact: BoolArray  # (n,) per slot of the batch
+    exact: BoolArray  # (N,) per slot, of all ranks
     num_exact: int  # slots of all ranks that were answered exactly
-    halt_margins: Float32Array  # (n,) positive where the slot wants to halt
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of this step: forward, backward, optimizer
+    halt_margins: Float32Array  # (N,) positive where the slot wants to halt
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of forward, backward, optimizer, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +199,9 @@ class Learner(Protocol):
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
         """Make one update.
 
-        `next_size` receives the number of slots already computed and returns how many to compute next. It
-        may raise; the state is then unchanged.
+        `batch` has the rows of this rank's slots. `next_size` receives the number of slots already computed
+        and returns how many to compute next. It may raise; the state is then unchanged, and the other ranks
+        raise `StepAbandoned`.
         """
         ...
 
@@ -163,11 +219,23 @@ class Learner(Protocol):
         ...
 
     def state(self) -> TensorGroups:
-        """Return everything that resuming needs, by file name and tensor name."""
+        """Return everything that resuming needs, by file name and tensor name; whole only at the writer.
+
+        All ranks call this and the following methods together.
+        """
         ...
 
     def load_state(self, groups: TensorGroups) -> None:
-        """Restore the state. Groups are removed from the mapping one by one, as they occupy memory."""
+        """Restore the state from what the writer passes. Groups are removed from the mapping one by one, as
+        they occupy memory."""
+        ...
+
+    def digest(self) -> str:
+        """Return a sha256 of the weights of this rank, which those of all ranks should equal."""
+        ...
+
+    def copy_from_writer(self) -> None:
+        """Replace weights, moments and moving average by those of the writer."""
         ...
 
 

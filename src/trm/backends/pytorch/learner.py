@@ -8,32 +8,37 @@ update, so an interrupted step has not happened.
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import Program, StepResult, StepSettings, World, owned_slots
+from trm.backends.base import Program, StepAbandoned, StepResult, StepSettings, World, owned_slots
 from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.memory import allocations
+from trm.backends.pytorch.message import StepMessage
 from trm.backends.pytorch.model import TinyRecursiveModel, check_shapes
-from trm.backends.pytorch.optim import OPTIMIZERS, average_into, sign_descent
+from trm.backends.pytorch.optim import OPTIMIZERS, average_into, clip_gradients, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
-from trm.backends.pytorch.step_tensors import StepTensors
+from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
+from trm.backends.sharing import at_writer
 from trm.batch import Batch, exact_rows
 from trm.plan import Execution
+
+_SLOT_DIMENSION = 2  # of latents
 
 
 class TorchLearner:
@@ -61,8 +66,14 @@ class TorchLearner:
             owned = owned_slots(world)
             self.latents = self.model.start(owned.stop - owned.start).contiguous()
             self.spare = self.latents.clone()
-        if world.size > 1 and program.model.puzzle_emb_ndim:
-            raise ConfigError("Puzzle embeddings cannot be trained by several processes yet.")
+        self.message: StepMessage | None = None  # exchanged with other ranks, if there are any
+        if world.size > 1:
+            self.message = StepMessage(
+                list(self.parameters.values()),
+                program.num_slots,
+                program.model.puzzle_emb_ndim,
+                in_bfloat16=self.training.gradient_message == "bfloat16",
+            )
 
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
@@ -82,44 +93,63 @@ class TorchLearner:
 
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
         self.model.zero_grad(set_to_none=True)
-        losses: list[SlotLosses] = []
         times = _Times()
+        message = self.message
+        if message is not None:
+            message.begin(len(puzzle_rows(batch)) if self.program.model.puzzle_emb_ndim else 0)
+        try:
+            with allocations(torn=False):
+                tensors = StepTensors.of(self, batch, batch.by_length())
+                totals = self._compute(tensors, settings, next_size, times)
+        except BaseException:
+            if message is not None:
+                message.abandon(self.world)
+            raise
+        times.computed = time.monotonic()
+        if message is not None:
+            totals = self._sum_over_ranks(message, tensors, totals)
+            times.waited = message.waited_seconds
+        exact = exact_rows(totals.correct, totals.labelled)
+        loss = totals.loss / self.program.num_slots
+        with allocations(torn=True), self.phase("optimizer"):
+            grad_norm = self._update(loss, tensors, settings)
+        self.latents, self.spare = self.spare, self.latents
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            token_accuracy=float(totals.correct.sum()) / max(1.0, float(totals.labelled.sum())),
+            exact=to_array(exact),
+            num_exact=int(exact.sum()),
+            halt_margins=to_array(totals.halt_margins.float()),
+            seconds=times.shares(),
+        )
+
+    def _compute(
+        self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: _Times
+    ) -> _Totals:
+        """Compute every micro-batch, and add up gradients: in the message, or in the tensors themselves."""
+        losses: list[SlotLosses] = []
 
         def add(computed: _Computed) -> None:
             losses.append(computed.losses)
             times.add(computed)
+            if self.message is not None:
+                self.message.add(computed.gradients)
+                return
             for tensor, gradient in zip(tensors.learned, computed.gradients, strict=True):
                 if tensor.grad is None:
                     tensor.grad = gradient
                 elif gradient is not None:
                     tensor.grad.add_(gradient)
 
-        by_length = batch.by_length()
-        with allocations(torn=False):
-            tensors = StepTensors.of(self, batch, by_length)
-            compute = partial(self._gradients, tensors, settings)
-            self.workers.map(len(batch), next_size, compute, add)
-        times.computed = time.monotonic()
-        total = float(sum(each.total for each in losses))
-        in_slot_order = partial(_in_slot_order, by_length)
-        correct = in_slot_order([each.correct_tokens for each in losses])
-        labelled = in_slot_order([each.labelled_tokens for each in losses])
-        exact = exact_rows(correct, labelled)
-        counts = np.array([total, float(correct.sum()), float(labelled.sum()), float(exact.sum())])
-        self._sum_over_ranks(counts)
-        loss = float(counts[0]) / self.program.num_slots
-        with allocations(torn=True), self.phase("optimizer"):
-            grad_norm = self._update(loss, tensors, settings)
-        self.latents, self.spare = self.spare, self.latents
-        halt_margins = in_slot_order([each.halt_margins for each in losses])
-        return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            token_accuracy=float(counts[1]) / max(1.0, float(counts[2])),
-            exact=to_array(exact),
-            num_exact=round(counts[3]),
-            halt_margins=to_array(halt_margins.float()),
-            seconds=times.shares(),
+        compute = partial(self._gradients, tensors, settings)
+        self.workers.map(len(tensors.batch), next_size, compute, add)
+        in_slot_order = partial(_in_slot_order, tensors.by_length)
+        return _Totals(
+            loss=float(sum(each.total for each in losses)),
+            correct=in_slot_order([each.correct_tokens for each in losses]),
+            labelled=in_slot_order([each.labelled_tokens for each in losses]),
+            halt_margins=in_slot_order([each.halt_margins for each in losses]),
         )
 
     def first_row(self, batch: Batch) -> int:
@@ -155,23 +185,29 @@ class TorchLearner:
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
 
-    def _sum_over_ranks(self, counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Sum gradients and counts in one message, so that every rank makes the same update."""
-        if self.world.size == 1:
-            return
-        gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        message = np.concatenate([to_array(flat), counts.astype(to_array(flat).dtype)])
-        self.world.sum(message)
-        counts[:] = message[-len(counts) :]
-        summed = to_tensor(message[: -len(counts)], self.device)
-        parts = torch.split(summed, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+    def _sum_over_ranks(self, message: StepMessage, tensors: StepTensors, own: _Totals) -> _Totals:
+        """Exchange one message, so that every rank has the gradients and results of all slots."""
+        first = owned_slots(self.world).start + tensors.first_row
+        columns = message.slots[:, first : first + len(tensors.batch)]
+        message.totals[0] = own.loss
+        for row, values in enumerate((own.correct, own.labelled, own.halt_margins)):
+            columns[row] = values
+        message.sum(self.world)
+        if message.is_abandoned:
+            raise StepAbandoned
+        for place, parameter in enumerate(self.parameters.values()):
+            parameter.grad = message.gradient(place, parameter)
+        if tensors.rows is not None:
+            tensors.rows.grad = message.rows.to(tensors.rows)
+        return _Totals(float(message.totals[0]), *message.slots.clone())
 
     def _update(self, loss: float, tensors: StepTensors, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf")))
+        if self.message is None:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit or float("inf"))
+            grad_norm = float(norm)
+        else:
+            grad_norm = clip_gradients(self.parameters.values(), limit)
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
         row_norm = 0.0 if rows_gradient is None else float(rows_gradient.norm())
         if not np.isfinite(loss + grad_norm + row_norm):  # before the update: the weights are still good
@@ -202,20 +238,50 @@ class TorchLearner:
             table[rows] = to_tensor(vectors, self.device).to(table.dtype)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
+        groups = self._shared_state()
+        if self.latents is not None:
+            whole = self.world.gather(self.latents, _SLOT_DIMENSION)
+            groups["latents"] = {"latents": self.latents if whole is None else whole}
+        return groups
+
+    def _shared_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return what is the same on every rank."""
         groups = {"weights": self.model.state_dict(), "optimizer": self.optimizer.moments}
         if self.training.ema:
             groups["ema"] = self.averaged.state_dict()
-        if self.latents is not None:
-            groups["latents"] = {"latents": self.latents}
         return groups
 
     def load_state(self, groups: dict[str, JsonObject]) -> None:
-        for name, ours in self.state().items():
-            check_shapes(ours, groups.get(name, {}), f"The {name} of the checkpoint do")
-        for name, ours in self.state().items():
-            theirs = groups.pop(name)
+        at_writer(self.world, partial(self._check_state, groups))
+        for name, ours in self._shared_state().items():
+            theirs = groups.pop(name, {})
             for key, tensor in ours.items():
-                tensor.copy_(theirs[key])
+                if self.world.writes:
+                    tensor.copy_(theirs[key])
+                self.world.copy_from_writer(tensor)
+        if self.latents is not None:
+            whole = groups.pop("latents", {}).get("latents")
+            self.world.scatter(whole, self.latents, _SLOT_DIMENSION)
+
+    def _check_state(self, groups: dict[str, JsonObject]) -> None:
+        expected = self._shared_state()
+        if self.latents is not None:
+            shape = list(self.latents.shape)
+            shape[_SLOT_DIMENSION] = self.program.num_slots
+            expected["latents"] = {"latents": torch.empty(shape, device="meta")}
+        for name, ours in expected.items():
+            check_shapes(ours, groups.get(name, {}), f"The {name} of the checkpoint do")
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            digest.update(to_array(tensor.detach().contiguous().view(-1).view(torch.uint8)).data)
+        return digest.hexdigest()
+
+    def copy_from_writer(self) -> None:
+        for group in self._shared_state().values():
+            for tensor in group.values():
+                self.world.copy_from_writer(tensor)
 
 
 def not_recorded(phase: str) -> AbstractContextManager[object]:
@@ -230,12 +296,22 @@ class _Computed(NamedTuple):
     backward_seconds: float
 
 
+class _Totals(NamedTuple):
+    """The sum of the slots' losses, and numbers per slot."""
+
+    loss: float
+    correct: Tensor
+    labelled: Tensor
+    halt_margins: Tensor
+
+
 class _Times:
     """Where the time of one step goes. Workers overlap, so their seconds are scaled to those that passed."""
 
     def __init__(self) -> None:
         self.started = self.computed = time.monotonic()
         self.forward = self.backward = 0.0
+        self.waited = 0.0  # for other ranks
 
     def add(self, computed: _Computed) -> None:
         self.forward += computed.forward_seconds
@@ -244,8 +320,9 @@ class _Times:
     def shares(self) -> dict[str, float]:
         passed = self.computed - self.started
         forward = passed * self.forward / max(self.forward + self.backward, 1e-9)
-        optimizer = time.monotonic() - self.computed
-        return {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
+        optimizer = time.monotonic() - self.computed - self.waited
+        shares = {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
+        return {**shares, "waiting": self.waited} if self.waited else shares
 
 
 def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,12 @@ from trm.batch import IGNORE_LABEL, Batch
 
 if TYPE_CHECKING:
     from trm.backends.pytorch.learner import TorchLearner
+
+
+def puzzle_rows(batch: Batch) -> IntArray:
+    """Return the puzzle embedding rows that take part in a step, on all ranks, in ascending order."""
+    everybody = batch.all_puzzle_identifiers
+    return np.unique(batch.puzzle_identifiers if everybody is None else everybody)
 
 
 class MicroBatch(NamedTuple):
@@ -46,7 +53,7 @@ class StepTensors:
     noise: float
     first_row: int  # of the latents
     by_length: IntArray | None  # the order in which rows are computed; None for the order of the slots
-    rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
+    rows: Tensor | None = None  # puzzle embedding rows that take part in the step
     row_ids: Tensor | None = None
     row_of_slot: Tensor | None = None
 
@@ -71,8 +78,9 @@ class StepTensors:
             by_length=by_length,
         )
         if model.config.puzzle_emb_ndim:
-            identifiers = to_tensor(batch.puzzle_identifiers, device)
-            tensors.row_ids, tensors.row_of_slot = torch.unique(identifiers, return_inverse=True)
+            ids = puzzle_rows(batch)
+            tensors.row_ids = to_tensor(ids, device)
+            tensors.row_of_slot = to_tensor(np.searchsorted(ids, batch.puzzle_identifiers), device)
             tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
             tensors.learned.append(tensors.rows)
         return tensors
