@@ -1,5 +1,6 @@
 """Ranks that are threads of one process, for tests of what several processes do together."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class ThreadWorld:
         return self.rank == self.writer
 
     def sum(self, message):
-        values = self.exchange(self.rank, message.clone())
-        message.copy_(sum(values[1:], values[0]))
+        values = self.exchange(self.rank, copy.deepcopy(message))
+        message[...] = sum(values[1:], values[0])
 
     def agree(self, wishes):
         return [max(column) for column in zip(*self.exchange(self.rank, list(wishes)), strict=True)]

@@ -8,15 +8,18 @@ Two values cross it: `Program` says what is computed, `Execution` says how.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from macbook_optimization.errors import ConfigError, LaptopError
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.memory_management import MemoryModel
 from trm.arrays import BoolArray, Float32Array, IntArray
+from trm.backends.world import Address, GuestMeeting, HostMeeting, World
+from trm.backends.world import SingleProcess as SingleProcess
 from trm.batch import Batch
 from trm.config import ModelConfig, RunConfig, TrainingConfig, did_you_mean
 from trm.plan import Execution
@@ -43,108 +46,6 @@ class Program:
     def num_slots(self) -> int:
         """Slots of all ranks: the one divisor of the loss."""
         return self.training.effective_batch_size
-
-
-class PeerLost(Exception):  # noqa: N818 - an observation; the supervisor decides what follows
-    """Another process of the world has ended, or cannot be reached."""
-
-
-class StepAbandoned(Exception):  # noqa: N818 - not an error of this rank
-    """Another rank could not complete the step. Nothing has changed, and the step may be repeated."""
-
-
-class World(Protocol):
-    """The processes that train one run together.
-
-    Every method except `close` is a collective: all ranks call it in the same order, and it raises `PeerLost`
-    if one of them is gone. Tensors are those of the backend.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process holds the run directory."""
-        ...
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Slots per rank; each rank owns a contiguous range."""
-        ...
-
-    def sum(self, message: Any) -> None:
-        """Replace a flat tensor by its sum over all ranks, with the same bits on each of them."""
-        ...
-
-    def agree(self, wishes: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum over all ranks."""
-        ...
-
-    def broadcast(self, facts: Any) -> Any:
-        """Return the JSON value that the writer passes; what others pass is ignored."""
-        ...
-
-    def copy_from_writer(self, tensor: Any) -> None:
-        """Replace a tensor by that of the writer."""
-        ...
-
-    def gather(self, own: Any, dim: int) -> Any:
-        """Return the tensor of all slots at the writer, from each rank's range in dimension `dim`.
-
-        Other ranks get None.
-        """
-        ...
-
-    def scatter(self, whole: Any, own: Any, dim: int) -> None:
-        """Fill each rank's tensor with its range of the tensor of all slots, which only the writer has."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SingleProcess:
-    """The world of an ordinary run: one process owns every slot."""
-
-    num_slots: int
-    rank: int = 0
-    size: int = 1
-    writes: bool = True
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        return (self.num_slots,)
-
-    def sum(self, message: Any) -> None:
-        return None
-
-    def agree(self, wishes: Sequence[int]) -> list[int]:
-        return list(wishes)
-
-    def broadcast(self, facts: Any) -> Any:
-        return facts
-
-    def copy_from_writer(self, tensor: Any) -> None:
-        return None
-
-    def gather(self, own: Any, dim: int) -> Any:
-        return own
-
-    def scatter(self, whole: Any, own: Any, dim: int) -> None:
-        own[...] = whole
-
-    def close(self) -> None:
-        return None
-
-
-def owned_slots(world: World) -> slice:
-    """Return the range of slots that this rank owns."""
-    first = sum(world.shares[: world.rank])
-    return slice(first, first + world.shares[world.rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +139,10 @@ class Learner(Protocol):
         """Replace weights, moments and moving average by those of the writer."""
         ...
 
+    def message_seconds(self) -> float:
+        """Exchange a message as large as that of a step, and return how long it took."""
+        ...
+
 
 class Span(NamedTuple):
     """An operation, or a phase around operations. Times are in microseconds of one clock for all threads."""
@@ -293,6 +198,17 @@ class Backend(Protocol):
         ...
 
     def learner(self, program: Program, execution: Execution, world: World) -> Learner: ...
+
+    def host_meeting(
+        self, address: Address, descriptor: int, host: str, timeout_seconds: float, facts: JsonObject
+    ) -> HostMeeting:
+        """Let other machines find this one. `descriptor` is a socket that listens at the address; `facts` is
+        what they must know to prepare."""
+        ...
+
+    def guest_meeting(self, address: Address, host: str, timeout_seconds: float, local: str) -> GuestMeeting:
+        """Connect to a host; raise `PeerLost` if it does not answer."""
+        ...
 
     def predictor(self, program: Program, execution: Execution, weights: Weights) -> Predictor: ...
 

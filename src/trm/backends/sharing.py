@@ -7,7 +7,7 @@ from typing import Any
 
 from macbook_optimization import errors
 from macbook_optimization.json_types import JsonObject
-from trm.backends.base import World
+from trm.backends.world import World
 
 
 def at_writer(world: World, action: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from trm.runs.events import (
     Initialised,
     LearningRateLowered,
     LowBattery,
+    MachineLost,
     MemoryGrows,
     NotSaved,
     PhaseBegan,
@@ -33,6 +34,8 @@ from trm.runs.events import (
     StepSkipped,
     Stopped,
     ThreadsChanged,
+    WeightsDiffered,
+    WorldFormed,
 )
 from trm.runs.rows import Row
 
@@ -68,12 +71,15 @@ _TEMPLATES: Mapping[str, str] = {
     ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
+    WeightsDiffered.name: "weights differed between machines; those of the run are used",
     Advised.name: "{diagnosis}: {evidence} {advice}",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
     Stopped.name: lambda row: (
         f"stopped after step {row['step']}: {_REASONS.get(row['reason'], row['reason'])}"
     ),
+    WorldFormed.name: lambda row: f"machines: {', '.join(row['machines'])}",
+    MachineLost.name: lambda row: f"lost {', '.join(row['machines']) or 'a machine'}: {row['cause']}",
     CompileTried.name: lambda row: _describe_compilation(row),
 }
 

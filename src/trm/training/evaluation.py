@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from trm.tasks.dataset import Split
 from trm.tasks.metrics import exact_answers
 from trm.training.log import RunLog
 from trm.training.resources import MemoryControl
+from trm.training.shared_search import SharedSearch
 from trm.training.state import TrainingState
 
 _NOT_SHOWN = ("halt_accuracy",)  # beside the others, in a line
@@ -65,7 +67,7 @@ class Evaluation:
 
 
 def evaluate(
-    search: Search,
+    search: Search | SharedSearch,
     split: Split,
     scorer: Scorer,
     batch_size: int,
@@ -127,6 +129,13 @@ def _ordered(split: Split, examples: IntArray) -> IntArray:
     return in_file[np.argsort(-split.lengths[in_file].astype(np.int64), kind="stable")]
 
 
+class Checks(NamedTuple):
+    """What is called during an evaluation; both may raise to stop."""
+
+    within: Callable[[], None]  # after every inference step, on this rank; may also rest
+    together: Callable[[], None]  # before every batch, on all ranks
+
+
 @dataclass
 class Evaluator:
     """Evaluates a run on its test split as often as the recipe says."""
@@ -146,15 +155,15 @@ class Evaluator:
             return False
         return step >= config.training.last_step or step % every == 0
 
-    def run(self, elapsed: Callable[[], float], check: Callable[[], None]) -> EvalRow:
-        """Evaluate, record and show the result. `elapsed` returns the training time so far; `check` is called
-        after every inference step, and may rest or raise to stop."""
+    def run(self, elapsed: Callable[[], float], checks: Checks) -> EvalRow:
+        """Evaluate, record and show the result, which is that of the writer on every rank. `elapsed` returns
+        the training time so far."""
         with self.log.timed("evaluation"):
-            found = self._evaluate(check)
+            found = self._evaluate(checks)
         step = self.state.step
         seconds = elapsed()
         self.evaluated = step
-        row = found.row(step, seconds)
+        row = EvalRow(**self.state.world.broadcast(asdict(found.row(step, seconds))))
         self.log.row(row)
         self.log.message(
             f"step {step:6d}  {seconds:6.1f} s  {found.described()}  "
@@ -162,20 +171,31 @@ class Evaluator:
         )
         return row
 
-    def _evaluate(self, check: Callable[[], None]) -> Evaluation:
+    def _evaluate(self, checks: Checks) -> Evaluation:
         """Evaluate; after a failed allocation, start again with a smaller batch."""
 
         def progress(done: int, total: int, facts: str) -> None:
             self.log.display.update("evaluating", done, total, facts)
-            check()
+            checks.within()
 
         config = self.state.config
         task = self.state.feed.task
         search = Search(self.state.learner.predictor(), config.inference, task.complete(self.split.spec))
+        limit = config.evaluation.examples
+        if self.state.world.size > 1:
+            shared = SharedSearch(
+                search, self.state.world, self._batch_size, self._make_room, checks.together
+            )
+            size = shared.agreed_size()
+            return evaluate(shared, self.split, task.scorer(self.split), size, limit, progress)
         while True:
-            size = EVALUATION_FACTOR * self.memory.manager.batch_size
             scorer = task.scorer(self.split)
             with suppress(AllocationFailed):
-                limit = config.evaluation.examples
-                return evaluate(search, self.split, scorer, size, limit, progress)
-            self.memory.make_room(self.state.step)
+                return evaluate(search, self.split, scorer, self._batch_size(), limit, progress)
+            self._make_room()
+
+    def _batch_size(self) -> int:
+        return EVALUATION_FACTOR * self.memory.manager.batch_size
+
+    def _make_room(self) -> None:
+        self.memory.make_room(self.state.step)

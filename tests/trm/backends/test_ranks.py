@@ -12,7 +12,8 @@ from ranks import ThreadWorld, thread_worlds, together
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
 
 from macbook_optimization.errors import NonFiniteError
-from trm.backends.base import SingleProcess, StepAbandoned, StepSettings, owned_slots
+from trm.backends.base import StepSettings
+from trm.backends.world import SingleProcess, StepAbandoned, owned_slots
 
 NUM_SLOTS = 6
 SHARES = [(2, 4), (5, 1), (1, 2, 3)]

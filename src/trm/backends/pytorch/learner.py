@@ -22,19 +22,20 @@ from torch import Tensor
 from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import Program, StepAbandoned, StepResult, StepSettings, World, owned_slots
+from trm.backends.base import Program, StepResult, StepSettings
 from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.memory import allocations
-from trm.backends.pytorch.message import StepMessage
+from trm.backends.pytorch.message import StepMessage, StepTotals
 from trm.backends.pytorch.model import TinyRecursiveModel, check_shapes
 from trm.backends.pytorch.optim import OPTIMIZERS, average_into, clip_gradients, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
 from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
 from trm.backends.sharing import at_writer
+from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
 from trm.plan import Execution
 
@@ -126,7 +127,7 @@ class TorchLearner:
 
     def _compute(
         self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: _Times
-    ) -> _Totals:
+    ) -> StepTotals:
         """Compute every micro-batch, and add up gradients: in the message, or in the tensors themselves."""
         losses: list[SlotLosses] = []
 
@@ -145,7 +146,7 @@ class TorchLearner:
         compute = partial(self._gradients, tensors, settings)
         self.workers.map(len(tensors.batch), next_size, compute, add)
         in_slot_order = partial(_in_slot_order, tensors.by_length)
-        return _Totals(
+        return StepTotals(
             loss=float(sum(each.total for each in losses)),
             correct=in_slot_order([each.correct_tokens for each in losses]),
             labelled=in_slot_order([each.labelled_tokens for each in losses]),
@@ -185,21 +186,15 @@ class TorchLearner:
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
 
-    def _sum_over_ranks(self, message: StepMessage, tensors: StepTensors, own: _Totals) -> _Totals:
+    def _sum_over_ranks(self, message: StepMessage, tensors: StepTensors, own: StepTotals) -> StepTotals:
         """Exchange one message, so that every rank has the gradients and results of all slots."""
         first = owned_slots(self.world).start + tensors.first_row
-        columns = message.slots[:, first : first + len(tensors.batch)]
-        message.totals[0] = own.loss
-        for row, values in enumerate((own.correct, own.labelled, own.halt_margins)):
-            columns[row] = values
-        message.sum(self.world)
-        if message.is_abandoned:
-            raise StepAbandoned
+        totals = message.exchange(self.world, first, own)
         for place, parameter in enumerate(self.parameters.values()):
             parameter.grad = message.gradient(place, parameter)
         if tensors.rows is not None:
             tensors.rows.grad = message.rows.to(tensors.rows)
-        return _Totals(float(message.totals[0]), *message.slots.clone())
+        return totals
 
     def _update(self, loss: float, tensors: StepTensors, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
@@ -283,6 +278,13 @@ class TorchLearner:
             for tensor in group.values():
                 self.world.copy_from_writer(tensor)
 
+    def message_seconds(self) -> float:
+        if self.message is None:
+            return 0.0
+        self.message.begin(0)
+        self.message.sum(self.world)
+        return self.message.waited_seconds
+
 
 def not_recorded(phase: str) -> AbstractContextManager[object]:
     """Mark nothing, as long as no profile is recorded."""
@@ -294,15 +296,6 @@ class _Computed(NamedTuple):
     losses: SlotLosses
     forward_seconds: float
     backward_seconds: float
-
-
-class _Totals(NamedTuple):
-    """The sum of the slots' losses, and numbers per slot."""
-
-    loss: float
-    correct: Tensor
-    labelled: Tensor
-    halt_margins: Tensor
 
 
 class _Times:

@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trm.backends.base import World
+from trm.backends.world import StepAbandoned, World
 
 _PER_SLOT = 3
+
+
+class StepTotals(NamedTuple):
+    """The sum of the slots' losses, and numbers per slot."""
+
+    loss: float
+    correct: Tensor
+    labelled: Tensor
+    halt_margins: Tensor
 
 
 class StepMessage:
@@ -73,6 +83,17 @@ class StepMessage:
         self.totals[1] = 1
         self.sum(world)
 
+    def exchange(self, world: World, first_slot: int, own: StepTotals) -> StepTotals:
+        """Add what this rank computed of its slots, and return the results of all of them."""
+        self.totals[0] = own.loss
+        columns = self.slots[:, first_slot : first_slot + len(own.correct)]
+        for row, values in zip(columns, own[1:], strict=True):
+            row.copy_(values)
+        self.sum(world)
+        if self.totals[1] > 0:
+            raise StepAbandoned
+        return StepTotals(float(self.totals[0]), *self.slots.clone())
+
     def sum(self, world: World) -> None:
         started = time.monotonic()
         if self.in_bfloat16:
@@ -83,7 +104,3 @@ class StepMessage:
         else:
             world.sum(self.flat)
         self.waited_seconds = time.monotonic() - started
-
-    @property
-    def is_abandoned(self) -> bool:
-        return bool(self.totals[1] > 0)
