@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from macbook_optimization.errors import ConfigError, DataError, RunError
-from trm.config import InferenceConfig, find_recipe, load_config, parse_section
+from trm.config import InferenceConfig, RunConfig, find_recipe, load_config, parse_section
 from trm.display import Silent
 from trm.inference.predict import (
     Answer,
@@ -31,6 +31,9 @@ from trm.inference.search import Search
 from trm.runs.directory import Run, is_run, only_trainer
 from trm.tasks.base import Question
 from trm.training.loop import Limits, Outcome
+
+if TYPE_CHECKING:
+    from trm.training.hosting import Hosting
 
 __all__ = ["Answer", "Model", "Outcome", "Start", "load", "train", "train_recipe"]
 
@@ -48,6 +51,8 @@ class Start:
     more_steps: int | None = None
     max_minutes: float | None = None
     max_steps: int | None = None
+    listen: str | None = None  # ADDR or ADDR:PORT, at which other machines may join
+    allow_public: bool = False  # listen even at a public address
 
     def limits(self) -> Limits:
         for name in ("more_steps", "max_minutes", "max_steps"):
@@ -115,8 +120,23 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
             if not start.fresh and (outcome := outcome_if_finished(config, path, fit=start.fit)) is not None:
                 display.message(f"{path} has finished already; nothing is left to train.")
                 return outcome
-            job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
-            return train_monitored(replace(job, quiet=start.quiet), limits, lock)
+            with _hosting(start, config) as hosting:
+                job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
+                if hosting is not None:
+                    display.message(f"On another machine: trm join {hosting.address}")
+                return train_monitored(replace(job, quiet=start.quiet, hosting=hosting), limits, lock)
+
+
+@contextmanager
+def _hosting(start: Start, config: RunConfig) -> Iterator[Hosting | None]:
+    if start.listen is None:
+        yield None
+        return
+    from trm.training.hosting import listening
+
+    seconds = config.plan.peer_timeout_seconds
+    with listening(start.listen, seconds, allow_public=start.allow_public) as hosting:
+        yield hosting
 
 
 def default_run(recipe: str | Path) -> Path:

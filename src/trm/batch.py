@@ -28,6 +28,7 @@ class Batch:
     lengths: IntArray | None = None  # (n,) tokens per row; None: every row is full
     noise_seeds: IntArray | None = None  # (n,) one per slot, for the noise in its initial latents
     weights: FloatArray | None = None  # (n,) factor of the loss of each row; None: all count the same
+    all_puzzle_identifiers: IntArray | None = None  # (N,) of all ranks' slots; None: there is one rank
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -42,6 +43,7 @@ class Batch:
             lengths=None if self.lengths is None else self.lengths[rows],
             noise_seeds=None if self.noise_seeds is None else self.noise_seeds[rows],
             weights=None if self.weights is None else self.weights[rows],
+            all_puzzle_identifiers=self.all_puzzle_identifiers,
         )
 
     def trimmed(self, multiple: int = LENGTH_MULTIPLE) -> Batch:

@@ -42,11 +42,21 @@ class Feed:
         if split.lengths is not None:
             config.model.require_padding()
 
-    def batch(self, slots: Slots, step: int, max_length: int | None = None) -> Batch:
-        """Return the batch of a step. Rows are cut to `max_length` tokens, if it is given."""
+    def batch(
+        self, slots: Slots, step: int, max_length: int | None = None, owned: slice | None = None
+    ) -> Batch:
+        """Return the batch of a step, or the rows that one rank owns of it.
+
+        Rows are cut to `max_length` tokens, if it is given.
+        """
         examples, puzzles = self._examples(slots)
-        batch = self.split.batch(examples, self.split.puzzle_identifiers[puzzles].astype(np.int64))
-        batch = replace(batch, slots=slots.ids, fresh=slots.fresh)
+        identifiers = self.split.puzzle_identifiers[puzzles].astype(np.int64)
+        everybody = None
+        if owned is not None:
+            everybody = identifiers
+            slots, examples, identifiers = slots[owned], examples[owned], identifiers[owned]
+        batch = self.split.batch(examples, identifiers)
+        batch = replace(batch, slots=slots.ids, fresh=slots.fresh, all_puzzle_identifiers=everybody)
         if self.config.data.augment:
             batch = self.task.augment(batch, self.order.draws(Purpose.AUGMENT, slots, self.task.num_draws))
         if share := value_at(self.config.training.hints, step):
@@ -62,14 +72,14 @@ class Feed:
             batch = replace(batch, noise_seeds=self.order.noise_seeds(slots))
         return batch if max_length is None else batch.cut(max_length)
 
-    def read_ahead(self, slots: Slots, stage: int) -> None:
-        """Start to read what the step after this one needs at most: a new example in every slot."""
+    def read_ahead(self, slots: Slots, stage: int, owned: slice | None = None) -> None:
+        """Start to read what the step after this one needs at most: a new example in every owned slot."""
         if not self.split.reader.reads_ahead:
             return
         coming = slots.all_halted().refilled(stage)
         examples, puzzles = self.order.examples(coming)
         self._ahead = coming, examples, puzzles
-        self.split.reader.read_ahead(examples)
+        self.split.reader.read_ahead(examples if owned is None else examples[owned])
 
     def open_share(self, stage: int) -> float:
         """Return the share of the groups that a stage of the curriculum takes new examples from."""

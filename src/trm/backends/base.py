@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from macbook_optimization.errors import ConfigError, LaptopError
+from macbook_optimization.json_types import JsonObject
 from macbook_optimization.memory_management import MemoryModel
 from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray
+from trm.backends.world import Address, GuestMeeting, HostMeeting, World
+from trm.backends.world import SingleProcess as SingleProcess
 from trm.batch import Batch
 from trm.config import AnyModelConfig, RunConfig, TrainingConfig, did_you_mean
 from trm.plan import Execution
@@ -45,53 +48,6 @@ class Program:
         return self.training.effective_batch_size
 
 
-class World(Protocol):
-    """The processes that train one run together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process holds the run directory."""
-        ...
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Slots per rank; each rank owns a contiguous range."""
-        ...
-
-    def sum(self, message: Float32Array) -> None:
-        """Replace the array by its sum over all ranks, with the same bits on each of them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SingleProcess:
-    """The world of an ordinary run: one process owns every slot."""
-
-    num_slots: int
-    rank: int = 0
-    size: int = 1
-    writes: bool = True
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        return (self.num_slots,)
-
-    def sum(self, message: Float32Array) -> None:
-        return None
-
-
-def owned_slots(world: World) -> slice:
-    """Return the range of slots that this rank owns."""
-    first = sum(world.shares[: world.rank])
-    return slice(first, first + world.shares[world.rank])
-
-
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """What the schedule decided for this step."""
@@ -108,10 +64,10 @@ class StepResult:
     loss: float  # mean over the slots of all ranks
     grad_norm: float
     token_accuracy: float
-    exact: BoolArray  # (n,) per slot of the batch
+    exact: BoolArray  # (N,) per slot, of all ranks
     num_exact: int  # slots of all ranks that were answered exactly
-    halt_margins: Float32Array  # (n,) positive where the slot wants to halt
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of this step: forward, backward, optimizer
+    halt_margins: Float32Array  # (N,) positive where the slot wants to halt
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of forward, backward, optimizer, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +116,9 @@ class Learner(Protocol):
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
         """Make one update.
 
-        `next_size` receives the number of slots already computed and returns how many to compute next. It
-        may raise; the state is then unchanged.
+        `batch` has the rows of this rank's slots. `next_size` receives the number of slots already computed
+        and returns how many to compute next. It may raise; the state is then unchanged, and the other ranks
+        raise `StepAbandoned`.
         """
         ...
 
@@ -185,11 +142,27 @@ class Learner(Protocol):
         ...
 
     def state(self) -> TensorGroups:
-        """Return everything that resuming needs, by file name and tensor name."""
+        """Return everything that resuming needs, by file name and tensor name; whole only at the writer.
+
+        All ranks call this and the following methods together.
+        """
         ...
 
     def load_state(self, groups: TensorGroups) -> None:
-        """Restore the state. Groups are removed from the mapping one by one, as they occupy memory."""
+        """Restore the state from what the writer passes. Groups are removed from the mapping one by one, as
+        they occupy memory."""
+        ...
+
+    def digest(self) -> str:
+        """Return a sha256 of the weights of this rank, which those of all ranks should equal."""
+        ...
+
+    def copy_from_writer(self) -> None:
+        """Replace weights, moments and moving average by those of the writer."""
+        ...
+
+    def message_seconds(self) -> float:
+        """Exchange a message as large as that of a step, and return how long it took."""
         ...
 
 
@@ -247,6 +220,17 @@ class Backend(Protocol):
         ...
 
     def learner(self, program: Program, execution: Execution, world: World) -> Learner: ...
+
+    def host_meeting(
+        self, address: Address, descriptor: int, host: str, timeout_seconds: float, facts: JsonObject
+    ) -> HostMeeting:
+        """Let other machines find this one. `descriptor` is a socket that listens at the address; `facts` is
+        what they must know to prepare."""
+        ...
+
+    def guest_meeting(self, address: Address, host: str, timeout_seconds: float, local: str) -> GuestMeeting:
+        """Connect to a host; raise `PeerLost` if it does not answer."""
+        ...
 
     def predictor(self, program: Program, execution: Execution, weights: Weights) -> Predictor: ...
 

@@ -21,6 +21,7 @@ from trm.cli.common import echo, for_terminal
 from trm.cli.data import data
 from trm.cli.email import email
 from trm.cli.evaluate import evaluate
+from trm.cli.join import join
 from trm.cli.machine import bench, doctor
 from trm.cli.predict import predict
 from trm.cli.recipes import recipes
@@ -62,7 +63,8 @@ def cli() -> None:
 
 
 for command in (
-    data, checkpoint, doctor, bench, train, tune, evaluate, predict, email, recipes, report, runs, watch,
+    data, checkpoint, doctor, bench, train, join, tune, evaluate, predict, email, recipes, report, runs,
+    watch,
 ):  # fmt: skip
     cli.add_command(command)
 

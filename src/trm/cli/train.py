@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     help="Record a few steps after auto-tuning: a summary and a trace in the run's directory profile.",
 )
 @click.option("--fit", is_flag=True, help="If RECIPE does not fit into memory, use the best smaller one.")
+@click.option(
+    "--listen",
+    metavar="ADDR[:PORT]",
+    help="Let other machines join at this address of this one, on a trusted network only [port: 29400].",
+)
+@click.option("--allow-public", is_flag=True, help="Listen even at a public address.")
 @click.option("--quiet", is_flag=True, help="Show no progress and no messages.")
 @json_option
 def train(
@@ -51,6 +57,8 @@ def train(
     max_steps: int | None,
     more_steps: int | None,
     profile: bool,
+    listen: str | None,
+    allow_public: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -69,6 +77,8 @@ def train(
         more_steps=more_steps,
         max_minutes=max_minutes,
         max_steps=max_steps,
+        listen=listen,
+        allow_public=allow_public,
     )
     if profile:
         overrides = (*overrides, "plan.profile=true")

@@ -42,6 +42,9 @@ class PlanSettings(Section):
     keep_awake: bool = False
     """Prevent the machine from sleeping while it trains (`caffeinate` on a Mac, `systemd-inhibit` on
     Linux)."""
+    peer_timeout_seconds: Annotated[Positive, Field(le=86400)] = 60.0
+    """Seconds without a sign of life until another machine counts as lost (`trm train --listen`). A machine
+    that computes, evaluates or waits for disk space shows signs of life, however long that takes."""
     report: bool = True
     """Write `report.html` into the run when training ends by itself; pictures of answers are added after more
     than a minute of training."""

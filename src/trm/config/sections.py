@@ -128,6 +128,9 @@ class TrainingConfig(Section):
     initial_weights: Path | None = None
     """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
     all weights at random."""
+    gradient_message: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which several machines exchange gradients: `bfloat16` halves the bytes and rounds what is
+    learned; it has no effect on one machine."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 

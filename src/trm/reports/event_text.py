@@ -21,6 +21,7 @@ from trm.runs.events import (
     Initialised,
     LearningRateLowered,
     LowBattery,
+    MachineLost,
     MemoryGrows,
     NotSaved,
     PhaseBegan,
@@ -35,6 +36,8 @@ from trm.runs.events import (
     StepSkipped,
     Stopped,
     ThreadsChanged,
+    WeightsDiffered,
+    WorldFormed,
 )
 from trm.runs.rows import Row
 
@@ -69,6 +72,7 @@ _TEMPLATES: Mapping[str, str] = {
     ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
+    WeightsDiffered.name: "weights differed between machines; those of the run are used",
     Advised.name: "{diagnosis}: {evidence} {advice}",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
@@ -83,6 +87,8 @@ _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
         f"the start before crashed after step {row['reported_step']}; resumed from step {row['step']}, "
         f"{counted(row['repeated_steps'], 'step')} repeated"
     ),
+    WorldFormed.name: lambda row: f"machines: {', '.join(row['machines'])}",
+    MachineLost.name: lambda row: f"lost {', '.join(row['machines']) or 'a machine'}: {row['cause']}",
     CompileTried.name: lambda row: _describe_compilation(row),
 }
 

@@ -70,6 +70,32 @@ class Restarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorldFormed(Event):
+    """Machines train together from here on; one machine alone is a world, too."""
+
+    name = "machines"
+    step: int
+    machines: list[str]  # by rank; the first holds the run
+    shares: list[int]  # slots of each
+    efficiency: float | None  # predicted, from the time of a message; None if speeds are unknown
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLost(Event):
+    name = "machine lost"
+    machines: list[str]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsDiffered(Event):
+    """The weights of the machines were not the same to the last bit; all continue with those of the run."""
+
+    name = "weights differed"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extended(Event):
     """More steps were requested after the run had finished."""
 

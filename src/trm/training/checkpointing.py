@@ -8,7 +8,6 @@ from typing import Any
 
 from macbook_optimization.checkpoint_files import Checkpoint, Tensors
 from macbook_optimization.checkpoint_management import CheckpointManager, checked_best
-from macbook_optimization.children import parent_is_gone
 from macbook_optimization.errors import CheckpointError, ConfigError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.config import CheckpointsConfig
@@ -46,12 +45,17 @@ class Checkpointer:
         return max(self.settings.every_seconds, self.save_seconds / TIME_SHARE)
 
     def is_due(self, step: int) -> bool:
+        return self.is_due_by_time() or (self.failed_at is None and self.is_due_by_step(step))
+
+    def is_due_by_step(self, step: int) -> bool:
+        every = self.settings.every_steps
+        return every is not None and step > 0 and step % every == 0
+
+    def is_due_by_time(self) -> bool:
         now = time.monotonic()
         if self.failed_at is not None:
             return now - self.failed_at >= self.retry_seconds
-        every = self.settings.every_steps
-        by_step = every is not None and step > 0 and step % every == 0
-        return by_step or now - self.saved_at >= self.every_seconds
+        return now - self.saved_at >= self.every_seconds
 
     def recover(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, and report damaged ones, which are set aside."""
@@ -117,8 +121,8 @@ class Checkpointer:
     ) -> None:
         """Save at the end, when the work of hours is only in memory.
 
-        Waits for room until a stop is requested; if one is already the reason, until it is repeated (which
-        then exits immediately).
+        Waits for room until `check` raises `Interrupted`. If a stop is already the reason, repeating it exits
+        immediately.
         """
         again = "Ctrl-C again" if stopping else "Ctrl-C"
         reminded_at = None
@@ -128,7 +132,7 @@ class Checkpointer:
                 what_now = f"Saving is retried until it works; {again} gives up, and {self.what_is_safe}."
                 self.log.message(f"{self.problem}. {what_now}")
             try:
-                self._wait(check, stopping)
+                _wait(check)
             except Interrupted:
                 raise CheckpointError(
                     f"What came after the newest checkpoint is lost: {self.what_is_safe}",
@@ -136,19 +140,20 @@ class Checkpointer:
                 ) from None
 
     def save_interrupted(self, save: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Save after a request to stop. NaN and Inf are not saved: the earlier checkpoints stay."""
+        """Save after a request to stop. NaN and Inf are not saved: the earlier checkpoints stay.
+
+        `check` raises `Interrupted` if nobody waits any more.
+        """
         try:
             self.save_or_wait(save, check, stopping=True)
         except NonFiniteError as error:
             self.log.message(f"{error} {self.what_is_safe.capitalize()}.")
 
-    def _wait(self, check: Callable[[], None], stopping: bool) -> None:
-        for _ in range(int(RETRY_SECONDS * 5)):
-            if not stopping:
-                check()
-            elif parent_is_gone():
-                raise Interrupted
-            time.sleep(0.2)
+
+def _wait(check: Callable[[], None]) -> None:
+    for _ in range(int(RETRY_SECONDS * 5)):
+        check()
+        time.sleep(0.2)
 
 
 class BestSoFar:

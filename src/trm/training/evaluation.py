@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from trm.tasks.dataset import Split
 from trm.tasks.metrics import exact_answers, shown_value
 from trm.training.log import RunLog
 from trm.training.resources import MemoryControl
+from trm.training.shared_search import SharedLosses, SharedSearch, Sharing
 from trm.training.state import TrainingState
 
 _NOT_SHOWN = ("halt_accuracy",)  # beside the others, in a line
@@ -69,7 +71,7 @@ class Evaluation:
 
 
 def evaluate(
-    search: Search,
+    search: Search | SharedSearch,
     split: Split,
     scorer: Scorer,
     batch_size: int,
@@ -111,7 +113,7 @@ def evaluate(
 
 
 def evaluate_text(
-    model: LanguageModel,
+    model: LanguageModel | SharedLosses,
     split: Split,
     scorer: Scorer,
     batch_size: int,
@@ -138,7 +140,7 @@ def evaluate_text(
     )
 
 
-def _answers(model: LanguageModel, batch: Batch) -> AnswerBatch:
+def _answers(model: LanguageModel | SharedLosses, batch: Batch) -> AnswerBatch:
     count = len(batch)
     return AnswerBatch(
         tokens=batch.inputs,
@@ -169,6 +171,13 @@ def _ordered(split: Split, examples: IntArray) -> IntArray:
     return in_file[np.argsort(-split.lengths[in_file].astype(np.int64), kind="stable")]
 
 
+class Checks(NamedTuple):
+    """What is called during an evaluation; both may raise to stop."""
+
+    within: Callable[[], None]  # after every inference step, on this rank; may also rest
+    together: Callable[[], None]  # before every batch, on all ranks
+
+
 @dataclass
 class Evaluator:
     """Evaluates a run on its test split as often as the recipe says."""
@@ -188,15 +197,15 @@ class Evaluator:
             return False
         return step >= config.training.last_step or step % every == 0
 
-    def run(self, elapsed: Callable[[], float], check: Callable[[], None]) -> EvalRow:
-        """Evaluate, record and show the result. `elapsed` returns the training time so far; `check` is called
-        after every inference step, and may rest or raise to stop."""
+    def run(self, elapsed: Callable[[], float], checks: Checks) -> EvalRow:
+        """Evaluate, record and show the result, which is that of the writer on every rank. `elapsed` returns
+        the training time so far."""
         with self.log.timed("evaluation"):
-            found = self._evaluate(check)
+            found = self._evaluate(checks)
         step = self.state.step
         seconds = elapsed()
         self.evaluated = step
-        row = found.row(step, seconds)
+        row = EvalRow(**self.state.world.broadcast(asdict(found.row(step, seconds))))
         self.log.row(row)
         self.log.message(
             f"step {step:6d}  {seconds:6.1f} s  {found.described()}  "
@@ -204,23 +213,47 @@ class Evaluator:
         )
         return row
 
-    def _evaluate(self, check: Callable[[], None]) -> Evaluation:
+    def _evaluate(self, checks: Checks) -> Evaluation:
         """Evaluate; after a failed allocation, start again with a smaller batch."""
 
         def progress(done: int, total: int, facts: str) -> None:
             self.log.display.update("evaluating", done, total, facts)
-            check()
+            checks.within()
 
         config = self.state.config
         task = self.state.feed.task
-        learner = self.state.learner
+        sharing = None
+        if self.state.world.size > 1:
+            sharing = Sharing(self.state.world, self._batch_size, self._make_room, checks.together)
         while True:
-            size = EVALUATION_FACTOR * self.memory.manager.batch_size
-            scorer = task.scorer(self.split)
+            size = self._batch_size() if sharing is None else sharing.agreed_size()
+            how = _How(task.scorer(self.split), size, config.evaluation.examples, progress)
             with suppress(AllocationFailed):
-                limit = config.evaluation.examples
                 if isinstance(task, Generative):
-                    return evaluate_text(learner.language_model(), self.split, scorer, size, limit, progress)
-                search = Search(learner.predictor(), config.inference, task.complete(self.split.spec))
-                return evaluate(search, self.split, scorer, size, limit, progress)
-            self.memory.make_room(self.state.step)
+                    return evaluate_text(self._language_model(sharing), self.split, *how)
+                return evaluate(self._search(sharing), self.split, *how)
+            self._make_room()
+
+    def _language_model(self, sharing: Sharing | None) -> LanguageModel | SharedLosses:
+        model = self.state.learner.language_model()
+        return model if sharing is None else SharedLosses(model, sharing)
+
+    def _search(self, sharing: Sharing | None) -> Search | SharedSearch:
+        data = self.state.feed.task.complete(self.split.spec)
+        search = Search(self.state.learner.predictor(), self.state.config.inference, data)
+        return search if sharing is None else SharedSearch(search, sharing)
+
+    def _batch_size(self) -> int:
+        return EVALUATION_FACTOR * self.memory.manager.batch_size
+
+    def _make_room(self) -> None:
+        self.memory.make_room(self.state.step)
+
+
+class _How(NamedTuple):
+    """What both kinds of evaluation take."""
+
+    scorer: Scorer
+    batch_size: int
+    limit: int | None
+    progress: Callable[[int, int, str], None]

@@ -36,6 +36,7 @@ class RunLog:
 
     run: Run
     display: Display
+    writes: bool = True  # False on a machine that has no run directory: it only shows messages
     spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, since the last row
     _waiting: deque[tuple[str, JsonMapping]] = field(default_factory=lambda: deque(maxlen=10_000))
     _warned: bool = False
@@ -69,12 +70,16 @@ class RunLog:
         self.event(PlanChosen(plan.to_json()))
 
     def write(self, name: str, text: str) -> None:
+        if not self.writes:
+            return
         try:
             self.run.write(name, text)
         except RunError as error:
             self._warn(error)
 
     def _append(self, name: str, row: JsonMapping) -> None:
+        if not self.writes:
+            return
         self._waiting.append((name, row))
         try:
             while self._waiting:

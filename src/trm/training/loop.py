@@ -8,7 +8,7 @@ never checkpointed (see `recovery`).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
 from trm.backends.base import StepResult
+from trm.backends.world import StepAbandoned
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
@@ -27,12 +28,13 @@ from trm.training import recovery
 from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.crashes import describe_crash, find_crash
 from trm.training.early_stopping import EarlyStopping
-from trm.training.evaluation import Evaluator
+from trm.training.evaluation import Checks, Evaluator
 from trm.training.leaks import LeakWatch
 from trm.training.log import RunLog, StepMetrics, StepTiming
-from trm.training.resources import Resources, StepTook, Stopwatch
+from trm.training.resources import OwnSpeed, Resources, StepTook, Stopwatch
 from trm.training.signals import Interrupted, StopRequest
 from trm.training.state import TrainingState
+from trm.training.together import REGROUPING, Together, Wishes
 from trm.training.tuner import Tuner
 
 
@@ -56,6 +58,7 @@ class Outcome:
     seconds: float
     best: JsonObject | None
     target: float | None
+    slots_per_second: float | None = None  # of this machine's own compute
 
 
 def describe_early_stop(state: TrainingState, best: BestSoFar) -> str:
@@ -91,8 +94,10 @@ class Trainer:
     tuner: Tuner
     log: RunLog
     evaluator: Evaluator
+    together: Together
     seconds_before: float = 0.0  # of training, in earlier starts
     started_from: str | None = None  # what a new run has beside random weights
+    own_speed: OwnSpeed = field(default_factory=OwnSpeed)
 
     @property
     def config(self) -> RunConfig:
@@ -143,12 +148,13 @@ class Trainer:
         try:
             while True:
                 self._run_due_tasks(stop)  # evaluate, save, cool down
-                reason = self._reason_to_stop(limits)
+                self.together.agree(self._wishes(limits), stop)
+                reason = self._reason_to_stop()
                 if reason is not None and self._saved_at_end(stop):
                     break
-                if self.resources.power.waits(self.state.step, stop.check):
+                self.together.check_agreed(stop)
+                if self.together.waits(self.resources.power, self.state.step, stop):
                     continue
-                stop.check()
                 watch = Stopwatch(self.resources)
                 try:
                     rate, result = self._train_step(stop)
@@ -156,19 +162,26 @@ class Trainer:
                     if recovery.skip_step(self.state, self.log, error):
                         self._roll_back(error)
                     continue
+                except StepAbandoned:  # the step is repeated after an agreement
+                    continue
                 took = watch.read()
                 self._log_step(metrics, rate, took.without_rests(result), took.seconds)
-                self._adapt(took, limits)
+                self._adapt(took.without_waiting(result), limits)
         except Interrupted:
-            reason = "interrupted"
-            self.checkpointer.save_interrupted(self._save, stop.check)
+            reason = REGROUPING if self.together.regroups else "interrupted"
+            self.checkpointer.save_interrupted(self._save, self.together.check_parents)
+        metrics.write()
+        return self._finished(reason)
+
+    def _finished(self, reason: str) -> Outcome:
         if reason == EARLY_STOPPING:
             self.log.message(describe_early_stop(self.state, self.best))
-        metrics.write()
         seconds = self.elapsed()
-        self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
+        if reason != REGROUPING:  # the run goes on
+            self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
-        return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target)
+        speed = self.own_speed.slots_per_second
+        return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target, speed)
 
     def _run_due_tasks(self, stop: StopRequest) -> None:
         """Nothing is due while steps are skipped: the weights are those of the last checkpoint, or as suspect
@@ -177,31 +190,59 @@ class Trainer:
             return
         power = self.resources.power
         step = self.state.step
+        check_alone = partial(self.together.check_alone, stop)
         try:
+            self.together.compare_weights(step, self.state.learner, self.log)
             if self.evaluator.is_due():
-                evaluation = self.evaluator.run(self.elapsed, partial(power.check_and_rest, stop.check))
+                checks = Checks(
+                    partial(power.check_and_rest, check_alone), partial(self.together.check, stop)
+                )
+                evaluation = self.evaluator.run(self.elapsed, checks)
                 lower_on_plateau(self.state, self.best, evaluation, self.log)  # a save contains the decision
                 self.best.offer(evaluation, self._save)
-            if self.checkpointer.is_due(step):
+            if self._save_is_due():
                 self._save()
-            power.react(step, self._save, stop.check)
+            power.react(step, self._save_soon, check_alone)
         except NonFiniteError as error:  # in the weights, so there is nothing to continue with
             self._roll_back(error)
 
-    def _reason_to_stop(self, limits: Limits) -> str | None:
+    def _wishes(self, limits: Limits) -> Wishes:
+        """Return what depends on the clock and the sensors of this machine."""
+        return Wishes(
+            limit=int(limits.reached(self.state.step, self.resources.clock.seconds)),
+            save=int(self.together.save_requested or self.checkpointer.is_due_by_time()),
+            pause=int(self.resources.power.wants_to_wait),
+        )
+
+    def _save_is_due(self) -> bool:
+        if self.together.is_alone:
+            return self.checkpointer.is_due(self.state.step)
+        return bool(self.together.agreed.save) or self.checkpointer.is_due_by_step(self.state.step)
+
+    def _save_soon(self) -> bool:
+        """Save or, with several ranks, request that all of them save after the next agreement."""
+        if self.together.is_alone:
+            return self._save()
+        self.together.save_requested = True
+        return True
+
+    def _reason_to_stop(self) -> str | None:
         if self.best.reached_target:
             return "target"
         if self.state.step >= self.config.training.last_step:
             return "max_steps"
         if self.state.stops_early:
             return EARLY_STOPPING
-        return "limit" if limits.reached(self.state.step, self.resources.clock.seconds) else None
+        agreed = self.together.agreed
+        if agreed.limit:
+            return "limit"
+        return REGROUPING if agreed.regroup and not agreed.stop else None
 
     def _train_step(self, stop: StopRequest) -> tuple[float, StepResult]:
         """Take one step; after a failed allocation, repeat it with a smaller micro-batch or shorter rows."""
         memory = self.resources.memory
         step = self.state.step
-        num_slots = len(self.state.slots.ids)
+        num_slots = self.state.own_slots
 
         def next_size(slots_done: int) -> int:
             if slots_done:
@@ -216,7 +257,13 @@ class Trainer:
             except AllocationFailed as failure:
                 if failure.torn:
                     raise
+            except Interrupted:
+                if self.together.is_alone:
+                    raise
+                raise StepAbandoned from None
             memory.make_room(step, may_cut_rows=True)
+            if not self.together.is_alone:
+                raise StepAbandoned
 
     def _log_step(self, metrics: StepMetrics, rate: float, result: StepResult, took: float) -> None:
         size = self.resources.memory.manager.batch_size
@@ -225,7 +272,7 @@ class Trainer:
             state.step, took, self.elapsed(), rate, size, state.cycles, state.phase, state.max_length
         )
         metrics.add(result, timing, state.stage)
-        num_slots = len(state.slots.ids)
+        num_slots = state.own_slots
         facts = (f"loss {metrics.loss:.3f}", self.best.described(), metrics.speed())
         self.log.display.update("this step", num_slots, num_slots)
         self.log.display.update("training", self.state.step, self.config.training.last_step, *facts)
@@ -235,8 +282,9 @@ class Trainer:
         step = self.state.step
         self.resources.memory.collect_garbage(step)
         manager = self.resources.memory.manager
-        # A pause makes this step slow, not fast: the tuner keeps the best of several.
-        seconds = took.wall_seconds
+        self.own_speed.add(self.state.own_slots, took.wall_seconds)
+        # A pause makes this step slow, not fast: the tuner keeps the best of several. It counts all slots.
+        seconds = took.wall_seconds * self.state.num_slots / self.state.own_slots
         plan = self.tuner.after_step(step, seconds, manager, self.state.learner, limits.max_seconds)
         if plan is not None:
             self._use(plan)
@@ -268,13 +316,14 @@ class Trainer:
         past = state.rolled_back_from is not None and state.step > state.rolled_back_from
         if past and not state.skipped_in_a_row:
             state.rolled_back_from = None  # training got past what had stopped it
+        self.together.save_requested = False
         saved = state.saved(self.elapsed(), self.evaluator.evaluated, self.best.row)
         return self.checkpointer.save(state.step, state.learner.state(), saved)
 
     def _saved_at_end(self, stop: StopRequest) -> bool:
         """Return whether the run may end: after non-finite weights it continues from the last good ones."""
         try:
-            self.checkpointer.save_or_wait(self._save, stop.check)
+            self.checkpointer.save_or_wait(self._save, partial(self.together.check, stop))
         except NonFiniteError as error:
             self._roll_back(error)
             return False

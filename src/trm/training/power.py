@@ -162,12 +162,16 @@ class PowerControl:
         elif before == 1:
             self.log.message(f"Training rests {1 - share:.0%} of the time: {reason}.")
 
+    @property
+    def wants_to_wait(self) -> bool:
+        return self.limits.on_battery == "pause" and self.on_battery
+
     def waits(self, step: int, check: Check) -> bool:
         """Return whether training pauses on battery, after waiting for a moment if it already did.
 
         The first time, it returns immediately, so that the caller saves before it waits (see `react`).
         """
-        if not (self.limits.on_battery == "pause" and self.on_battery):
+        if not self.wants_to_wait:
             if self.paused_at is not None:
                 self._continue(step)
             return False

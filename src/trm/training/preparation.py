@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from macbook_optimization.durable_files import exclusive_lock, make_directory
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.performance_reporting import available_cores
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter, profile_for
@@ -21,11 +25,13 @@ from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
 from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, build_dataset, load_task
 from trm.training.finished import finished_outcome
+from trm.training.hosting import Hosting
 from trm.training.log import show_plan
 from trm.training.loop import Outcome
 from trm.training.start import Digests, data_manager, open_splits
 from trm.training.state import PLAN_FACTS
 
+LOCK_SECONDS = 0.5  # between two attempts to lock a dataset
 _READING = {"memory": "held in memory", "mapped": "memory-mapped", "streaming": "streaming"}
 
 
@@ -39,6 +45,7 @@ class Job:
     planner: Planner
     verified: Digests  # of the splits, so that the trainer need not verify them again
     quiet: bool = False  # the trainer shows no progress
+    hosting: Hosting | None = None  # of other machines that take part
     on_start: Callable[[int], None] = lambda pid: None  # called with the PID of each trainer
 
 
@@ -52,7 +59,7 @@ def prepare(
     if config.data.build is not None:
         task.check_options(config.data.build)  # even where nothing is built
         if not config.data.path.exists():
-            _check_sizes(config, _least_spec(task, config.data.build), fit=fit)
+            check_sizes(config, _least_spec(task, config.data.build), fit=fit)
     build_if_missing(config, task, display)
     display.status("Verifying the dataset")
     train_split, test_split = open_splits(config, task)
@@ -64,7 +71,7 @@ def prepare(
     hardware = HardwareDetector().detect(with_torch=False)
     config = _as_fitted(config, path, display) if fit else config
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
-    _check_sizes(config, planner.data, fit=fit)
+    check_sizes(config, planner.data, fit=fit)
     run = open_run(path, planner.config)
     planner = fitted(planner) if fit else planner
     plan = _earlier_plan(run, planner) or (None if fit else planner.without_probe()) or planner.choose()
@@ -89,7 +96,7 @@ def _least_spec(task: Task, options: Options) -> DataSpec:
     return task.least_spec() if isinstance(task, MadeFromFiles) else task.complete(task.spec(options))
 
 
-def _check_sizes(config: RunConfig, data: DataSpec, *, fit: bool) -> None:
+def check_sizes(config: RunConfig, data: DataSpec, *, fit: bool) -> None:
     """Refuse absurd sizes before anything is built or measured; --fit may still lower those of training."""
     program = smallest_program(config, data)
     if not fit:
@@ -122,10 +129,28 @@ def _earlier_plan(run: Run, planner: Planner) -> Plan | None:
 
 
 def build_if_missing(config: RunConfig, task: Task, display: Display) -> None:
-    if config.data.build is not None and not config.data.path.exists():
+    if config.data.build is None or config.data.path.exists():
+        return
+    with _only_builder(config.data.path, display):
+        if config.data.path.exists():  # another process has built it meanwhile
+            return
         display.message(f"There is no {config.data.path} yet; building it.")
         jobs = available_cores() if config.task in TASK_NAMES else 1  # workers cannot import a user's file
         build_dataset(task, config.data.build, config.data.path, display, jobs)
+
+
+@contextmanager
+def _only_builder(path: Path, display: Display) -> Iterator[None]:
+    """Lock a dataset that does not exist yet; wait while another process builds it."""
+    path = Path(os.path.realpath(path))
+    make_directory(path.parent)
+    while True:
+        with exclusive_lock(path.with_name(f".{path.name}.lock")) as held:
+            if isinstance(held, int):
+                yield
+                return
+        display.status(f"Waiting for another process that builds {path}")
+        time.sleep(LOCK_SECONDS)
 
 
 def with_model(config: RunConfig, path: Path | None, display: Display) -> RunConfig:

@@ -38,6 +38,11 @@ def roll_back(
     manager = checkpointer.manager
     sound = (each for each in manager.intact_checkpoints() if not each.metadata.get("skipped_in_a_row"))
     checkpoint = next(sound, None)
+    if checkpoint is None and state.world.size > 1:  # only the writer has what a run starts from
+        raise NonFiniteError(
+            f"{error} There is no earlier checkpoint that several machines could return to.",
+            hint="Train on one machine, or start a new run with a lower training.learning_rate.",
+        )
     failed_step = state.step
     state.roll_back(checkpoint, log.message)
     state.learner.reconfigure(state.plan.execution)  # it may be a new one

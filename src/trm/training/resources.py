@@ -261,6 +261,30 @@ class StepTook:
         computing = {name: share * seconds for name, seconds in computing.items()}
         return replace(result, seconds={**result.seconds, **computing})
 
+    def without_waiting(self, result: StepResult) -> StepTook:
+        """Return what this rank's own computations took."""
+        waited = result.seconds.get("waiting", 0.0)
+        return replace(self, wall_seconds=max(self.wall_seconds - waited, 1e-9))
+
+
+class OwnSpeed:
+    """How fast this machine computes its own slots, since the first step of this start."""
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.seconds = 0.0
+        self.steps = 0
+
+    def add(self, slots: int, seconds: float) -> None:
+        self.steps += 1
+        if self.steps > 1:  # the first step allocates and warms up
+            self.slots += slots
+            self.seconds += seconds
+
+    @property
+    def slots_per_second(self) -> float | None:
+        return self.slots / self.seconds if self.slots else None
+
 
 class Stopwatch:
     """Times one step, from its construction on."""

@@ -7,22 +7,24 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from macbook_optimization.children import Send
 from macbook_optimization.dataset_management import DatasetManager, DatasetSettings
 from macbook_optimization.errors import AllocationFailed, DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.json_types import JsonMapping, JsonObject
-from trm.backends.base import Backend, Program, SingleProcess, load_backend
+from trm.backends.base import Backend, Program, load_backend
+from trm.backends.world import Member, PeerLost, SingleProcess, World
 from trm.config import RunConfig
 from trm.display import Display, Forwarded, Silent
 from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.directory import begin, open_run
+from trm.runs.directory import Run, begin, open_run
 from trm.runs.events import DataOpened, StageChanged
 from trm.tasks.base import Task
 from trm.tasks.dataset import SPLITS, Split, complete_spec, open_split
@@ -31,16 +33,46 @@ from trm.training.checkpointing import BestSoFar, Checkpointer
 from trm.training.evaluation import Evaluator, evaluation_settings
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome, Trainer
+from trm.training.machines import (
+    Membership,
+    Seat,
+    check_facts,
+    facts_of,
+    guest_membership,
+    host_membership,
+    introduce,
+    own_member,
+)
 from trm.training.profiling import QUIET_ENVIRONMENT, ProfiledState, StepProfiler
 from trm.training.resources import Resources
 from trm.training.row_length import RowLength
-from trm.training.signals import stop_signals
+from trm.training.shared_checkpoints import SharedCheckpoints
+from trm.training.signals import StopRequest, stop_signals
 from trm.training.state import TrainingState
+from trm.training.together import LEFT, REGROUPING, Together
 from trm.training.tuner import Tuner
 
 OUT_OF_MEMORY = 75  # exit code of a trainer that has nothing smaller to try
 
 Digests = Mapping[str, Mapping[str, str]]  # split -> array -> sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a trainer finds beside its recipe and plan.
+
+    `verified` has the digests of the splits if another process has just verified the data. `seat` is a place
+    among several machines, and `send` reports to the supervisor.
+    """
+
+    display: Display
+    verified: Digests | None = None
+    seat: Seat | None = None
+    send: Send = lambda row: None
+
+    @property
+    def writes(self) -> bool:
+        return self.seat is None or self.seat.is_host
 
 
 def train_in_child(
@@ -53,14 +85,16 @@ def train_in_child(
 ) -> JsonObject:
     """Train as a child of the supervisor. Running out of memory ends the process, not the run.
 
-    `start` has the limits of this start, and whether it is quiet.
+    `start` has the limits of this start, whether it is quiet, and the seat among several machines.
     """
     display = Silent() if start["quiet"] else Forwarded(send)
+    seat = None if start.get("seat") is None else Seat.from_json(start["seat"])
     try:
         display.status("Starting the trainer")
         recipe = RunConfig.model_validate(config)
         limits = Limits(**start["limits"])
-        outcome = train(recipe, Path(run), Plan.from_json(plan), limits, display, verified)
+        here = Surroundings(display, verified, seat, send)
+        outcome = train_with_others(recipe, Path(run), Plan.from_json(plan), limits, here)
     except (AllocationFailed, MemoryError):
         sys.exit(OUT_OF_MEMORY)
     return {**asdict(outcome), "run": str(outcome.run)}
@@ -74,50 +108,103 @@ def train(
     display: Display,
     verified: Digests | None = None,
 ) -> Outcome:
-    """Train until a limit, the target or the last step.
+    """Train on this machine until a limit, the target or the last step.
 
     `verified` has the digests of the splits if another process has just verified the data.
     """
+    return train_with_others(config, path, plan, limits, Surroundings(display, verified))
+
+
+def train_with_others(
+    config: RunConfig, path: Path, plan: Plan, limits: Limits, here: Surroundings
+) -> Outcome:
+    """Train on this machine alone, or from a seat among several. Only the host has a run at `path`."""
     hardware = HardwareDetector().detect(with_torch=False)  # before anything takes memory
     # The plan may be that of an earlier process: nothing is compiled yet, and the recipe may have changed.
     plan = plan.with_execution(compiled_size=None, deterministic=config.training.deterministic)
     profiled = config.plan.profile
     config = config.without_profile()
+    display = here.display
     task = load_task(config.task)
-    train_split, test_split = open_splits(config, task, data_manager(config), verified)
+    train_split, test_split = open_splits(config, task, data_manager(config), here.verified)
     data = complete_spec(task, train_split)
-    log = RunLog(open_run(path, config), display)
+    log = RunLog(open_run(path, config) if here.writes else Run(path), display, here.writes)
     if profiled:
         os.environ.update(QUIET_ENVIRONMENT)
     display.status("Loading PyTorch")
     backend = load_backend(plan.execution)
     profiler = StepProfiler(backend.recorder, log) if profiled else None
-    state = _state(backend, plan, Feed(config, task, train_split), Program.of(config, data), profiler)
-    trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
-    trainer.resume()
+    program = Program.of(config, data)
+    own = None if here.seat is None else own_member(here.seat, backend, program, plan)
+    membership = _membership(here, backend, config, own, log)
+    try:
+        feed = Feed(config, task, train_split)
+        state = _state(backend, plan, feed, program, _Place(membership.world, profiler))
+        trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
+        trainer.together.has_newcomers = membership.has_newcomers
+        trainer.resume()
+        if plan.provisional:
+            trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
+        _begin(trainer, plan)
+        introduce(membership, state.learner, state.step, log)
+        with stop_signals() as stop, trainer.resources, profiler or nullcontext():
+            outcome = trainer.run(limits, stop)
+            membership.close(leaving=trainer.together.agreed.leave)
+        return _as_seen_here(outcome, here, stop)
+    except PeerLost as loss:
+        membership.end_after_loss(loss)
+        raise
+
+
+def _membership(
+    here: Surroundings, backend: Backend, config: RunConfig, own: Member | None, log: RunLog
+) -> Membership:
+    seat = here.seat
+    if seat is None or own is None:
+        return Membership(SingleProcess(config.training.effective_batch_size))
+    if not seat.is_host:
+        log.display.status(f"Waiting until {seat.address} includes this machine")
+        check = partial(check_facts, config=config, digests=here.verified or {})
+        return guest_membership(seat, backend, check, own, here.send)
+    if log.run.checkpoints().newest_step() is None:  # only this machine has what a run starts from
+        seat = replace(seat, guests=0, wait_seconds=0.0)
+    facts = facts_of(config, here.verified or {}, seat)
+    return host_membership(seat, backend, facts, own, here.send)
+
+
+def _begin(trainer: Trainer, plan: Plan) -> None:
+    """Record how this start begins, where there is a run to record it in."""
+    state = trainer.state
+    log = trainer.log
     if state.stage is not None:
-        display.message(f"{state.stage.described()}.")
-    if plan.provisional:
-        trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
-    begin(log.run, config)
+        log.display.message(f"{state.stage.described()}.")
+    if log.writes:
+        begin(log.run, state.config)
     log.plan(plan)
-    log.event(DataOpened(state.step, train_split.reader.strategy))
+    log.event(DataOpened(state.step, state.feed.split.reader.strategy))
     if state.stage is not None and state.step == 0:  # later ones are recorded when they begin
         log.event(StageChanged(state.step, state.stage.number, state.stage.share))
-    display.status("Taking the first step")
+    log.display.status("Taking the first step")
     log.write("hardware.json", json.dumps(describe_machine(), indent=2))
-    with stop_signals() as stop, trainer.resources, profiler or nullcontext():
-        return trainer.run(limits, stop)
 
 
-def _state(
-    backend: Backend, plan: Plan, feed: Feed, program: Program, profiler: StepProfiler | None
-) -> TrainingState:
+def _as_seen_here(outcome: Outcome, here: Surroundings, stop: StopRequest) -> Outcome:
+    """Return the outcome; a guest that was asked to stop has left, whatever the others do."""
+    leaves = outcome.reason == REGROUPING and not here.writes and stop.requested
+    return replace(outcome, reason=LEFT) if leaves else outcome
+
+
+class _Place(NamedTuple):
+    world: World
+    profiler: StepProfiler | None
+
+
+def _state(backend: Backend, plan: Plan, feed: Feed, program: Program, place: _Place) -> TrainingState:
     backend.prepare(plan.execution)
     untested = plan.provisional and plan.budget_bytes is not None
     if untested and backend.state_bytes(program) > (plan.budget_bytes or 0) / 2:
         raise AllocationFailed(torn=False)  # a probe must find out what fits
-    world = SingleProcess(program.num_slots)
+    world, profiler = place
     make_learner = partial(backend.learner, program, plan.execution, world)
     if profiler is not None:
         return ProfiledState(profiler, feed.config, plan, feed, world, make_learner)
@@ -127,7 +214,10 @@ def _state(
 def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split) -> Trainer:
     config = state.config
     settings = config.checkpoints
-    checkpointer = Checkpointer(settings, log.run.checkpoints(settings.keep, settings.keep_every_hours), log)
+    manager = log.run.checkpoints(settings.keep, settings.keep_every_hours)
+    if state.world.size > 1:
+        manager = SharedCheckpoints(manager, state.world)
+    checkpointer = Checkpointer(settings, manager, log)
     evaluated_with = evaluation_settings(config, test_split)
     metric = state.feed.task.primary_metric
     best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target, metric)
@@ -135,7 +225,7 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split)
     row_length = RowLength.of(config, split, log)
     resources = Resources(config, state.plan, log, split.reader.release_memory, row_length)
     evaluator = Evaluator(state, resources.memory, log, test_split)
-    return Trainer(state, checkpointer, best, resources, tuner, log, evaluator)
+    return Trainer(state, checkpointer, best, resources, tuner, log, evaluator, Together(state.world))
 
 
 def describe_machine() -> JsonObject:

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.json_types import JsonObject
-from trm.backends.base import Learner, StepResult, StepSettings, World, owned_slots
+from trm.backends.base import Learner, StepResult, StepSettings, TensorGroups
+from trm.backends.sharing import at_writer
+from trm.backends.world import World, owned_slots
 from trm.batch import Batch
 from trm.config import CurriculumConfig, PhaseConfig, RunConfig
 from trm.feed import Feed
@@ -76,7 +78,8 @@ class TrainingState:
         self.data = dict(feed.split.digests)
         self.learner = make_learner()
         self.step = 0
-        self.slots = Slots.new(self.num_slots)[owned_slots(world)]
+        self.slots = Slots.new(self.num_slots)  # of all ranks
+        self.owned = None if world.size == 1 else owned_slots(world)
         self.curriculum = Curriculum()
         self.plateau = Plateau()
         self.early_stopping = EarlyStopping()
@@ -102,6 +105,11 @@ class TrainingState:
     def num_slots(self) -> int:
         return self.config.training.effective_batch_size
 
+    @property
+    def own_slots(self) -> int:
+        """Slots that this rank computes."""
+        return self.world.shares[self.world.rank]
+
     def initialise(self, warn: Warn) -> str | None:
         """Set what a new run starts from beside random weights; return what that is, or None."""
         return initialise(self.learner, self.feed, warn)
@@ -110,8 +118,10 @@ class TrainingState:
         """Load a checkpoint; if it belongs to something else, raise before anything is changed."""
         saved = check_compatible(checkpoint, self.config, self.feed.split.spec, self.data)
         slots = Slots.from_lists(saved.slots, self.num_slots)
-        self.learner.load_state(checkpoint.load_all())
-        self.slots = slots[owned_slots(self.world)]
+        groups: TensorGroups = {}
+        at_writer(self.world, lambda: groups.update(checkpoint.load_all()))
+        self.learner.load_state(groups)
+        self.slots = slots
         self.step = checkpoint.step
         self.curriculum = Curriculum(**saved.curriculum)
         self.plateau = Plateau(**saved.plateau.model_dump())
@@ -183,9 +193,9 @@ class TrainingState:
         return settings.learning_rate, result
 
     def next_batch(self, slots: Slots, step: int) -> Batch:
-        """Return the batch of a step, and start to read that of the next."""
-        batch = self.feed.batch(slots, step, self.max_length)
-        self.feed.read_ahead(slots, self.curriculum.stage)
+        """Return this rank's batch of a step, and start to read that of the next."""
+        batch = self.feed.batch(slots, step, self.max_length, self.owned)
+        self.feed.read_ahead(slots, self.curriculum.stage, self.owned)
         return batch
 
     def after_evaluation(self, value: float) -> None:
@@ -222,7 +232,7 @@ class TrainingState:
         if checkpoint is None:
             self.learner = self.make_learner()
             self.initialise(warn)
-            self.slots = Slots.new(self.num_slots)[owned_slots(self.world)]
+            self.slots = Slots.new(self.num_slots)
             self.step = 0
             self.curriculum = Curriculum()
             self.plateau = Plateau()

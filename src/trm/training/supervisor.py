@@ -11,16 +11,17 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import LaptopError, MemoryBudgetError, RunError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.linux_readers import oom_kills
-from trm.display import show_forwarded
+from trm.display import Display, show_forwarded
 from trm.plan import Plan
 from trm.planning.compile_trial import compiler_cache
 from trm.planning.fitting import too_large
@@ -28,8 +29,11 @@ from trm.runs.events import Restarted
 from trm.tasks.registry import load_task
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome
+from trm.training.machines import LOST_PEER
 from trm.training.preparation import Job
+from trm.training.profiling import QUIET_ENVIRONMENT
 from trm.training.start import OUT_OF_MEMORY, open_splits
+from trm.training.together import REGROUPING
 
 MAX_DEATHS_AT_SMALLEST_PLAN = 3  # without a checkpoint between them
 MAX_KEPT_PLANS = 10  # likewise: this often, deterministic training keeps its plan after a kill
@@ -122,14 +126,20 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
         kills_before = oom_kills()
         plan_before = job.run.plan
         try:
-            return _run_trainer(job, plan, _remaining(limits, time.monotonic() - started), lock)
+            outcome = _run_trainer(job, plan, _remaining(limits, time.monotonic() - started), lock)
+            if outcome.reason != REGROUPING:
+                return outcome
+            plan = _tuned(job, plan, plan_before)
+            if job.hosting is not None:
+                job.hosting.slots_per_second = outcome.slots_per_second
         except MemoryBudgetError:  # a plan by hand, for a model that cannot even be built
             raise too_large(job.planner) from None
         except ChildDied as death:
             if death.signal == signal.SIGBUS:  # a mapped file was truncated: say which
                 open_splits(job.config, load_task(job.config.task))
-            if plan.provisional and (tuned := job.run.plan) not in (None, plan_before):
-                plan = tuned  # what the warm-up had found
+            plan = _tuned(job, plan, plan_before)
+            if death.code == LOST_PEER:  # which is not a death of this machine's making
+                continue
             history = history.at(job.run.checkpoints().newest_step())
             deterministic = job.config.training.deterministic
             keep_plan = deterministic and _killed_by_hand(death, kills_before)
@@ -138,25 +148,59 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
             plan, history = _carry_out(job, decision, death)
 
 
+def _tuned(job: Job, plan: Plan, before: Plan | None) -> Plan:
+    """Return the plan that the warm-up of a trainer has found, or the one that it had."""
+    tuned = job.run.plan
+    return tuned if plan.provisional and tuned is not None and tuned != before else plan
+
+
 def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outcome:
-    how = plan.execution
-    display = job.planner.display
+    hosting = job.hosting
+    log = RunLog(job.run, job.planner.display)
+
+    def on_row(row: list[Any]) -> None:
+        if hosting is None or not hosting.receive(row, log):
+            show_forwarded(log.display, row)
+
+    arguments = {
+        "config": job.config.model_dump(mode="json"),
+        "run": str(job.run.path),
+        "start": {
+            "limits": asdict(limits),
+            "quiet": job.quiet,
+            "seat": None if hosting is None else hosting.seat().to_json(),
+        },
+        "verified": {name: dict(digests) for name, digests in job.verified.items()},
+    }
+    descriptors = (lock, None if hosting is None else hosting.descriptor)
+    inherited = tuple(each for each in descriptors if each is not None)
+    return run_trainer(arguments, plan, log.display, on_row, inherited, job.on_start)
+
+
+def run_trainer(
+    arguments: JsonObject,
+    plan: Plan,
+    display: Display,
+    on_row: Callable[[list[Any]], None],
+    inherited: tuple[int, ...] = (),
+    on_start: Callable[[int], None] = lambda pid: None,
+) -> Outcome:
+    """Run one trainer to its end. Its messages and signals are those of this process."""
     display.status("Starting the trainer", plain=True)
+    how = plan.execution
     facts: JsonObject = run_in_child(
         "trm.training.start:train_in_child",
-        {
-            "config": job.config.model_dump(mode="json"),
-            "run": str(job.run.path),
-            "plan": plan.to_json(),
-            "start": {"limits": asdict(limits), "quiet": job.quiet},
-            "verified": {name: dict(digests) for name, digests in job.verified.items()},
+        {**arguments, "plan": plan.to_json()},
+        on_row=on_row,
+        environment={
+            **environment(how.threads, compact=how.allocator == "compact"),
+            **compiler_cache(),
+            **(QUIET_ENVIRONMENT if arguments["start"]["seat"] else {}),  # a lost connection is no surprise
         },
-        on_row=partial(show_forwarded, display),
-        environment={**environment(how.threads, compact=how.allocator == "compact"), **compiler_cache()},
         in_front=True,
-        inherited=() if lock is None else (lock,),
         write_line=None if sys.stderr is None else sys.stderr.write,
-        on_start=job.on_start,
+        inherited=inherited,
+        on_start=on_start,
     )
     return Outcome(**{**facts, "run": Path(facts["run"])})
 

@@ -1,73 +1,32 @@
 """Several processes that train one run: each owns some slots, and all of them make the same update."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import ThreadWorld, thread_worlds, together
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
 
-from macbook_optimization.errors import ConfigError, NonFiniteError
-from trm.backends.base import SingleProcess, StepSettings, owned_slots
+from macbook_optimization.errors import NonFiniteError
+from trm.backends.base import StepSettings
+from trm.backends.world import SingleProcess, StepAbandoned, owned_slots
 
 NUM_SLOTS = 6
 SHARES = [(2, 4), (5, 1), (1, 2, 3)]
-TIMEOUT_SECONDS = 60
-
-
-class Exchange:
-    """Where ranks, which are threads here, leave their messages for each other."""
-
-    def __init__(self, num_ranks):
-        self.messages = [None] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_SECONDS)
-
-
-@dataclass
-class ThreadWorld:
-    """One rank. Messages are summed in the order of the ranks, so that every rank gets the same bits."""
-
-    rank: int
-    shares: tuple[int, ...]
-    exchange: Exchange
-
-    @property
-    def size(self):
-        return len(self.shares)
-
-    @property
-    def writes(self):
-        return self.rank == 0
-
-    def sum(self, message):
-        self.exchange.messages[self.rank] = message.copy()
-        self.exchange.barrier.wait()
-        message[:] = reduce(np.add, self.exchange.messages)
-        self.exchange.barrier.wait()  # nobody replaces a message that another rank still reads
 
 
 def ranks_of(shares, **learner):
-    exchange = Exchange(len(shares))
-    worlds = [ThreadWorld(rank, shares, exchange) for rank in range(len(shares))]
-    return [make_learner(world=world, **learner) for world in worlds]
+    return [make_learner(world=world, **learner) for world in thread_worlds(shares)]
 
 
 def take_step(ours, batch, step=1, learning_rate=3e-3):
-    settings = StepSettings(step, 2, learning_rate=learning_rate, puzzle_emb_lr=0.0)
-    own = batch[owned_slots(ours.world)].trimmed(1)
-    return ours.step(own, settings, lambda done: 2)
-
-
-def together(ranks, compute):
-    """Call `compute` with all ranks at the same time; return results or exceptions in their order."""
-    with ThreadPoolExecutor(len(ranks), initializer=partial(torch.set_num_threads, 1)) as pool:
-        futures = [pool.submit(compute, ours) for ours in ranks]
-    return [future.exception() or future.result() for future in futures]
+    settings = StepSettings(step, 2, learning_rate=learning_rate, puzzle_emb_lr=1e-2)
+    own = replace(batch, all_puzzle_identifiers=batch.puzzle_identifiers)[owned_slots(ours.world)]
+    return ours.step(own.trimmed(1), settings, lambda done: 2 + ours.world.rank)
 
 
 def setup_of(supervision, variant="attention, rotary", **training):
@@ -82,9 +41,15 @@ def steps_of(num_steps):
 
 
 def assert_same_update(ours, theirs, **tolerance):
-    for group in ("weights", "optimizer", "ema"):
-        for name, tensor in theirs.state()[group].items():
-            torch.testing.assert_close(ours.state()[group][name], tensor, msg=f"{group} {name}", **tolerance)
+    for group, expected in shared_state(theirs).items():
+        for name, tensor in expected.items():
+            torch.testing.assert_close(shared_state(ours)[group][name], tensor, msg=name, **tolerance)
+
+
+def shared_state(learner):
+    """Return what is the same on all ranks, without asking the others."""
+    state = {"weights": learner.model.state_dict(), "optimizer": learner.optimizer.moments}
+    return {**state, "ema": learner.averaged.state_dict()}
 
 
 @given(shares=st.lists(st.integers(1, 50), min_size=1, max_size=6))
@@ -99,10 +64,13 @@ def test_ranks_partition_the_slots(shares):
 
 def test_a_single_process_owns_every_slot_and_adds_nothing():
     world = SingleProcess(NUM_SLOTS)
-    message = np.array([1.5, -2.0], dtype=np.float32)
+    message = torch.tensor([1.5, -2.0])
     world.sum(message)
     assert owned_slots(world) == slice(0, NUM_SLOTS)
     assert message.tolist() == [1.5, -2.0]
+    assert world.agree([1, 0]) == [1, 0]
+    assert world.broadcast({"step": 3}) == {"step": 3}
+    assert world.gather(message, 0) is message
     assert world.writes
 
 
@@ -149,10 +117,11 @@ def test_ranks_make_the_step_of_one_process_with_deep_supervision(shares, varian
     single, ranks = make_learner(**setup), ranks_of(shares, **setup)
     for step, batch in steps_of(2):
         take_step(single, batch, step)
+    states = []
     for ours in ranks:
         groups = {name: dict(tensors) for name, tensors in single.state().items()}
-        groups["latents"] = {"latents": single.latents[:, :, owned_slots(ours.world)]}
-        ours.load_state(groups)
+        states.append(groups if ours.world.writes else {})
+    together(ranks, lambda ours: ours.load_state(states[ours.world.rank]))
     batch = make_batch(NUM_SLOTS, seed=3)
     expected = take_step(single, batch, 3)
     results = together(ranks, partial(take_step, batch=batch, step=3))
@@ -165,7 +134,7 @@ def test_ranks_make_the_step_of_one_process_with_deep_supervision(shares, varian
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("shares", SHARES)
-def test_a_result_has_the_means_of_all_ranks_and_the_rows_of_its_own_slots(shares):
+def test_a_result_is_that_of_all_slots_on_every_rank(shares):
     setup = setup_of("terminal", max_grad_norm=0.1)
     single, ranks = make_learner(**setup), ranks_of(shares, **setup)
     alone = make_learner(setup["model"], training_config(supervision="terminal", effective_batch_size=1))
@@ -175,13 +144,12 @@ def test_a_result_has_the_means_of_all_ranks_and_the_rows_of_its_own_slots(share
         for i in range(NUM_SLOTS)
     ]
     expected = take_step(single, batch)
-    for ours, result in zip(ranks, together(ranks, partial(take_step, batch=batch)), strict=True):
-        own = owned_slots(ours.world)
+    for result in together(ranks, partial(take_step, batch=batch)):
         assert result.loss == pytest.approx(np.mean(losses), abs=1e-12)
         assert result.grad_norm == pytest.approx(expected.grad_norm, abs=1e-12)
         assert result.token_accuracy == pytest.approx(expected.token_accuracy, abs=1e-12)
-        np.testing.assert_array_equal(result.exact, expected.exact[own])
-        np.testing.assert_allclose(result.halt_margins, expected.halt_margins[own], rtol=1e-6)
+        np.testing.assert_array_equal(result.exact, expected.exact)
+        np.testing.assert_allclose(result.halt_margins, expected.halt_margins, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("float64")
@@ -220,8 +188,64 @@ def test_a_nan_on_one_rank_stops_the_step_on_all_of_them():
         assert_same_update(ours, untouched, rtol=0, atol=0)
 
 
-def test_puzzle_embeddings_are_refused_with_several_ranks():
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_that_cannot_complete_a_step_abandons_it_everywhere(broken):
+    ranks = ranks_of((2, 4), **setup_of("deep", "attention, puzzle prefix"))
+    untouched = ranks_of((2, 4), **setup_of("deep", "attention, puzzle prefix"))[0]
+
+    def step(ours):
+        batch = replace(
+            make_batch(NUM_SLOTS), all_puzzle_identifiers=make_batch(NUM_SLOTS).puzzle_identifiers
+        )
+
+        def next_size(done):
+            if done and ours.world.rank == broken:
+                raise KeyboardInterrupt
+            return 1
+
+        return ours.step(batch[owned_slots(ours.world)], StepSettings(1, 2, 1e-2, 1e-2), next_size)
+
+    outcomes = together(ranks, step)
+    assert isinstance(outcomes.pop(broken), KeyboardInterrupt)
+    assert isinstance(outcomes[0], StepAbandoned)
+    for ours in ranks:
+        assert_same_update(ours, untouched, rtol=0, atol=0)
+    results = together(ranks, partial(take_step, batch=make_batch(NUM_SLOTS)))
+    assert results[0].loss == results[1].loss
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_state_is_whole_at_the_writer_and_loads_into_any_number_of_ranks(writer):
     setup = setup_of("deep", "attention, puzzle prefix")
-    with pytest.raises(ConfigError, match="Puzzle embeddings"):
-        ranks_of((2, 4), **setup)
-    ranks_of((NUM_SLOTS,), **setup)
+    first = [make_learner(world=world, **setup) for world in thread_worlds((2, 4), writer)]
+    together(first, partial(take_step, batch=make_batch(NUM_SLOTS)))
+    whole = together(first, lambda ours: ours.state())[writer]
+    assert whole["latents"]["latents"].shape[2] == NUM_SLOTS
+    second = ranks_of((1, 2, 3), **setup)
+    together(second, lambda ours: ours.load_state(dict(whole) if ours.world.writes else {}))
+    for ours in second:
+        assert_same_update(ours, first[writer], rtol=0, atol=0)
+    again = together(second, lambda ours: ours.state())[0]
+    assert torch.equal(again["latents"]["latents"], whole["latents"]["latents"])
+
+
+def test_weights_that_differ_are_noticed_and_replaced_by_those_of_the_writer():
+    ranks = ranks_of((2, 4), **setup_of("deep"))
+    assert ranks[0].digest() == ranks[1].digest()
+    with torch.no_grad():
+        next(iter(ranks[1].parameters.values())).view(-1)[0] += 1e-3
+    assert ranks[0].digest() != ranks[1].digest()
+    together(ranks, lambda ours: ours.copy_from_writer())
+    assert_same_update(ranks[1], ranks[0], rtol=0, atol=0)
+
+
+def test_gradients_in_bfloat16_are_rounded_alike_on_every_rank():
+    setup = setup_of("terminal", gradient_message="bfloat16")
+    ranks, exact = ranks_of((2, 4), **setup), make_learner(**setup)
+    expected = take_step(exact, make_batch(NUM_SLOTS))
+    results = together(ranks, partial(take_step, batch=make_batch(NUM_SLOTS)))
+    assert results[0].grad_norm == results[1].grad_norm
+    assert results[0].loss == pytest.approx(expected.loss, rel=1e-6)
+    assert results[0].grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
+    assert results[0].grad_norm != expected.grad_norm
+    assert_same_update(ranks[1], ranks[0], rtol=0, atol=0)

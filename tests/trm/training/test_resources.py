@@ -14,11 +14,13 @@ from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.resource_monitoring import LoadReading, RunningClock
+from trm.backends.world import SingleProcess
 from trm.runs.directory import EVENTS, Run
 from trm.training import resources
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Trainer
 from trm.training.resources import MemoryControl, Resources, StepTook, ThreadControl
+from trm.training.together import Together
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ class Learner:
         self.executions.append(execution)
 
 
-NOTHING = {"max_length": None, "stage": None, "phase": None}
+NOTHING = {"max_length": None, "stage": None, "phase": None, "own_slots": 6, "num_slots": 6}
 TOOK = StepTook(seconds=0.1, wall_seconds=0.1, cpu_seconds=0.1, rested_seconds=0.0)
 
 
@@ -163,6 +165,7 @@ def trainer_with(tmp_path, dataset, plan, tuner=None):
         tuner=tuner,
         log=log,
         evaluator=SimpleNamespace(evaluated=0),
+        together=Together(SingleProcess(6)),
     )
 
 

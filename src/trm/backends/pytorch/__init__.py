@@ -6,10 +6,13 @@ from trm.backends.pytorch.learner import learner
 from trm.backends.pytorch.memory import estimate, state_bytes
 from trm.backends.pytorch.predictor import predictor
 from trm.backends.pytorch.profiling import recorder
+from trm.backends.pytorch.rendezvous import guest_meeting, host_meeting
 
 __all__ = [
     "devices",
     "estimate",
+    "guest_meeting",
+    "host_meeting",
     "language_model",
     "learner",
     "peak_bytes",

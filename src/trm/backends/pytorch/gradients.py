@@ -15,7 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from macbook_optimization.errors import ConfigError
 from trm.backends.pytorch.optim import AdamW, Update
+from trm.backends.world import World
+from trm.plan import Execution
 
 
 class GradientStream(Protocol):
@@ -36,7 +39,21 @@ class GradientStream(Protocol):
         ...
 
 
-def connect(stream: GradientStream, optimizer: AdamW) -> None:
+def gradient_stream(optimizer: AdamW, execution: Execution, world: World) -> GradientStream | None:
+    """Return what takes the gradients out of the parameters, or None if they stay there."""
+    in_backward = execution.optimizer_in_backward
+    in_bfloat16 = any(each.dtype == torch.bfloat16 for each in optimizer.parameters.values())
+    if not in_backward and not in_bfloat16:
+        return None
+    if world.size > 1:
+        what = "plan.optimizer_in_backward" if in_backward else "model.weights_dtype=bfloat16"
+        raise ConfigError(f"{what} cannot be combined with training by several processes.")
+    stream: GradientStream = (UpdateInBackward if in_backward else Float32Sums)(optimizer)
+    _connect(stream, optimizer)
+    return stream
+
+
+def _connect(stream: GradientStream, optimizer: AdamW) -> None:
     """Pass every gradient that a backward pass completes to the stream."""
 
     def completed(name: str, parameter: Tensor) -> None:

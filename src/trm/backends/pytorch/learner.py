@@ -12,30 +12,34 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import Program, StepResult, StepSettings, World, owned_slots
+from trm.backends.base import Program, StepResult, StepSettings
 from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
-from trm.backends.pytorch.gradients import Float32Sums, GradientStream, UpdateInBackward, connect
+from trm.backends.pytorch.gradients import gradient_stream
 from trm.backends.pytorch.language_model import TorchLanguageModel
 from trm.backends.pytorch.layers import RECOMPUTE_EVERY
+from trm.backends.pytorch.learner_state import Groups, copy_from_writer, digest, load_state, whole_state
 from trm.backends.pytorch.losses import SlotLosses
 from trm.backends.pytorch.memory import allocations
-from trm.backends.pytorch.model import TinyRecursiveModel, check_shapes
+from trm.backends.pytorch.message import StepMessage, StepTotals
+from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.models import new_model
-from trm.backends.pytorch.optim import OPTIMIZERS, average_into, sign_descent
+from trm.backends.pytorch.optim import OPTIMIZERS, average_into, clip_gradients, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
-from trm.backends.pytorch.step_tensors import StepTensors
+from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
+from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
+from trm.config import ModelConfig
 from trm.plan import Execution
 
 
@@ -55,7 +59,7 @@ class TorchLearner:
         self.parameters = dict(self.model.named_parameters())
         optimizer = OPTIMIZERS[self.training.optimizer]
         self.optimizer = optimizer(self.parameters, self.training, self.model.undecayed)
-        self.stream = self._gradient_stream(world)
+        self.stream = gradient_stream(self.optimizer, execution, world)
         self.workers = self._new_workers(execution)
         rows = getattr(self.model, "puzzle_emb", None)  # not averaged: most rows occur too rarely
         self.averaged = self.model
@@ -67,21 +71,14 @@ class TorchLearner:
             owned = owned_slots(world)
             self.latents = self.model.start(owned.stop - owned.start).contiguous()
             self.spare = self.latents.clone()
-        if world.size > 1 and program.model.puzzle_emb_ndim:
-            raise ConfigError("Puzzle embeddings cannot be trained by several processes yet.")
-
-    def _gradient_stream(self, world: World) -> GradientStream | None:
-        """Return what takes the gradients out of the parameters, or None if they stay there."""
-        in_backward = self.execution.optimizer_in_backward
-        in_bfloat16 = any(each.dtype == torch.bfloat16 for each in self.parameters.values())
-        if not in_backward and not in_bfloat16:
-            return None
+        self.message: StepMessage | None = None  # exchanged with other ranks, if there are any
         if world.size > 1:
-            what = "plan.optimizer_in_backward" if in_backward else "model.weights_dtype=bfloat16"
-            raise ConfigError(f"{what} cannot be combined with training by several processes.")
-        stream: GradientStream = (UpdateInBackward if in_backward else Float32Sums)(self.optimizer)
-        connect(stream, self.optimizer)
-        return stream
+            self.message = StepMessage(
+                list(self.parameters.values()),
+                program.num_slots,
+                program.model.puzzle_emb_ndim if isinstance(program.model, ModelConfig) else 0,
+                in_bfloat16=self.training.gradient_message == "bfloat16",
+            )
 
     def _new_workers(self, execution: Execution) -> ThreadWorkers:
         """Return the workers; gradients that leave their parameter need one, as it is the same for all."""
@@ -109,54 +106,65 @@ class TorchLearner:
         if self.execution.optimizer_in_backward:
             next_size(0)  # which may stop the step; there is one micro-batch, whatever its size
             next_size = partial(max, len(batch))
-        losses: list[SlotLosses] = []
         times = _Times()
+        message = self.message
+        if message is not None:
+            message.begin(len(puzzle_rows(batch)) if message.row_size else 0)
+        try:
+            with allocations(torn=self.execution.optimizer_in_backward):
+                tensors = StepTensors.of(self, batch, batch.by_length())
+                totals = self._compute(tensors, settings, next_size, times)
+        except BaseException:
+            if message is not None:
+                message.abandon(self.world)
+            raise
+        times.computed = time.monotonic()
+        if message is not None:
+            totals = message.exchange(self.world, tensors.first_slot, totals)
+            message.set_gradients(self.parameters.values(), tensors.rows)
+            times.waited = message.waited_seconds
+        exact = exact_rows(totals.correct, totals.labelled)
+        loss = totals.loss / self.program.num_slots
+        with allocations(torn=True), self.phase("optimizer"):
+            grad_norm = self._update(loss, tensors, settings)
+        self.latents, self.spare = self.spare, self.latents
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            token_accuracy=float(totals.correct.sum()) / max(1.0, float(totals.labelled.sum())),
+            exact=to_array(exact),
+            num_exact=int(exact.sum()),
+            halt_margins=to_array(totals.halt_margins.float()),
+            seconds=times.shares(),
+        )
+
+    def _compute(
+        self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: _Times
+    ) -> StepTotals:
+        """Compute every micro-batch, and add up gradients: in the message, or in the tensors themselves."""
+        losses: list[SlotLosses] = []
 
         def add(computed: _Computed) -> None:
             losses.append(computed.losses)
             times.add(computed)
+            if self.message is not None:
+                self.message.add(computed.gradients)
+                return
             for tensor, gradient in zip(tensors.learned, computed.gradients, strict=True):
                 if tensor.grad is None:
                     tensor.grad = gradient
                 elif gradient is not None:
                     tensor.grad.add_(gradient)
 
-        by_length = batch.by_length()
-        with allocations(torn=self.execution.optimizer_in_backward):
-            tensors = StepTensors.of(self, batch, by_length)
-            compute = partial(self._gradients, tensors, settings)
-            self.workers.map(len(batch), next_size, compute, add)
-        times.computed = time.monotonic()
-        total = float(sum(each.total for each in losses))
-        in_slot_order = partial(_in_slot_order, by_length)
-        correct = in_slot_order([each.correct_tokens for each in losses])
-        labelled = in_slot_order([each.labelled_tokens for each in losses])
-        exact = exact_rows(correct, labelled)
-        counts = np.array([total, float(correct.sum()), float(labelled.sum()), float(exact.sum())])
-        self._sum_over_ranks(counts)
-        loss = float(counts[0]) / self.program.num_slots
-        with allocations(torn=True), self.phase("optimizer"):
-            grad_norm = self._update(loss, tensors, settings)
-        self.latents, self.spare = self.spare, self.latents
-        halt_margins = in_slot_order([each.halt_margins for each in losses])
-        return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            token_accuracy=float(counts[1]) / max(1.0, float(counts[2])),
-            exact=to_array(exact),
-            num_exact=round(counts[3]),
-            halt_margins=to_array(halt_margins.float()),
-            seconds=times.shares(),
+        compute = partial(self._gradients, tensors, settings)
+        self.workers.map(len(tensors.batch), next_size, compute, add)
+        in_slot_order = partial(_in_slot_order, tensors.by_length)
+        return StepTotals(
+            loss=float(sum(each.total for each in losses)),
+            correct=in_slot_order([each.correct_tokens for each in losses]),
+            labelled=in_slot_order([each.labelled_tokens for each in losses]),
+            halt_margins=in_slot_order([each.halt_margins for each in losses]),
         )
-
-    def first_row(self, batch: Batch) -> int:
-        """Return which of this rank's slots the first row belongs to; the others must follow in order."""
-        owned = owned_slots(self.world)
-        first = int(batch.slots[0])
-        in_order = np.array_equal(batch.slots, first + np.arange(len(batch)))
-        if not (in_order and owned.start <= first and first + len(batch) <= owned.stop):
-            raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
-        return first - int(owned.start)
 
     def _gradients(self, tensors: StepTensors, settings: StepSettings, rows: slice) -> _Computed:
         """Compute a micro-batch: its losses, and its gradients divided by the slots of all ranks."""
@@ -176,35 +184,18 @@ class TorchLearner:
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
 
-    def _sum_over_ranks(self, counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Sum gradients and counts in one message, so that every rank makes the same update."""
-        if self.world.size == 1:
-            return
-        gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        message = np.concatenate([to_array(flat), counts.astype(to_array(flat).dtype)])
-        self.world.sum(message)
-        counts[:] = message[-len(counts) :]
-        summed = to_tensor(message[: -len(counts)], self.device)
-        parts = torch.split(summed, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-
     def _update(self, loss: float, tensors: StepTensors, settings: StepSettings) -> float:
         limit = self.training.max_grad_norm
         if self.stream is not None:
             grad_norm = self.stream.norm(limit)
+        elif self.message is not None:
+            grad_norm = clip_gradients(self.parameters.values(), limit)
         else:
             parameters = self.parameters.values()
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
         row_norm = 0.0 if rows_gradient is None else float(rows_gradient.norm())
-        if not np.isfinite(loss + grad_norm + row_norm):  # before the update: the weights are still good
-            raise NonFiniteError(
-                f"The loss is {loss:.4g} and the gradient norm {grad_norm + row_norm:.4g} at step "
-                f"{settings.step}.",
-                hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
-            )
+        _require_finite(loss, grad_norm + row_norm, settings.step)  # the weights are still good
         if self.stream is not None:
             self.stream.update()
         else:
@@ -234,21 +225,35 @@ class TorchLearner:
             table = model.embed_tokens.embedding_weight
             table[rows] = to_tensor(vectors, self.device).to(table.dtype)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> Groups:
+        return whole_state(self._shared_state(), self.latents, self.world)
+
+    def _shared_state(self) -> Groups:
+        """Return what is the same on every rank."""
         groups = {"weights": self.model.state_dict(), "optimizer": self.optimizer.moments}
         if self.training.ema:
             groups["ema"] = self.averaged.state_dict()
-        if self.latents is not None:
-            groups["latents"] = {"latents": self.latents}
         return groups
 
     def load_state(self, groups: dict[str, JsonObject]) -> None:
-        for name, ours in self.state().items():
-            check_shapes(ours, groups.get(name, {}), f"The {name} of the checkpoint do")
-        for name, ours in self.state().items():
-            theirs = groups.pop(name)
-            for key, tensor in ours.items():
-                tensor.copy_(theirs[key])
+        load_state(self._shared_state(), self.latents, groups, self.world)
+
+    def digest(self) -> str:
+        return digest(self.model.state_dict())
+
+    def copy_from_writer(self) -> None:
+        copy_from_writer(self._shared_state(), self.world)
+
+    def message_seconds(self) -> float:
+        return 0.0 if self.message is None else self.message.time_one(self.world)
+
+
+def _require_finite(loss: float, grad_norm: float, step: int) -> None:
+    if not np.isfinite(loss + grad_norm):
+        raise NonFiniteError(
+            f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}.",
+            hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
+        )
 
 
 def not_recorded(phase: str) -> AbstractContextManager[object]:
@@ -269,6 +274,7 @@ class _Times:
     def __init__(self) -> None:
         self.started = self.computed = time.monotonic()
         self.forward = self.backward = 0.0
+        self.waited = 0.0  # for other ranks
 
     def add(self, computed: _Computed) -> None:
         self.forward += computed.forward_seconds
@@ -277,8 +283,9 @@ class _Times:
     def shares(self) -> dict[str, float]:
         passed = self.computed - self.started
         forward = passed * self.forward / max(self.forward + self.backward, 1e-9)
-        optimizer = time.monotonic() - self.computed
-        return {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
+        optimizer = time.monotonic() - self.computed - self.waited
+        shares = {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
+        return {**shares, "waiting": self.waited} if self.waited else shares
 
 
 def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:

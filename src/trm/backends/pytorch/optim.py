@@ -8,7 +8,7 @@ a class here with `state_copies`, the number of tensors of the weights' size tha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -197,6 +197,22 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 def muon_scale(matrix: Tensor) -> float:
     """Scale a step to about the size of Adam's, so that one learning rate and decay serve both."""
     return 0.2 * math.sqrt(max(matrix.shape))
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> float:
+    """Clip as `clip_grad_norm_` does, and return the norm, in double precision.
+
+    The sum of single precision depends on the number of threads, so that ranks which have the same gradients
+    would not scale them alike.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    if limit is not None and (scale := limit / (norm + 1e-6)) < 1:
+        for gradient in gradients:
+            gradient.mul_(scale)
+    return norm
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,17 @@ from trm.arrays import IntArray
 from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import to_tensor
 from trm.backends.pytorch.model import TinyRecursiveModel
+from trm.backends.world import owned_slots
 from trm.batch import IGNORE_LABEL, Batch
 
 if TYPE_CHECKING:
     from trm.backends.pytorch.learner import TorchLearner
+
+
+def puzzle_rows(batch: Batch) -> IntArray:
+    """Return the puzzle embedding rows that take part in a step, on all ranks, in ascending order."""
+    everybody = batch.all_puzzle_identifiers
+    return np.unique(batch.puzzle_identifiers if everybody is None else everybody)
 
 
 class MicroBatch(NamedTuple):
@@ -48,7 +56,7 @@ class StepTensors:
     noise: float
     first_row: int  # of the latents
     by_length: IntArray | None  # the order in which rows are computed; None for the order of the slots
-    rows: Tensor | None = None  # puzzle embedding rows that occur in this batch
+    rows: Tensor | None = None  # puzzle embedding rows that take part in the step
     row_ids: Tensor | None = None
     row_of_slot: Tensor | None = None
 
@@ -69,15 +77,21 @@ class StepTensors:
             latents=learner.latents,
             new_latents=learner.spare,
             noise=learner.training.noise,
-            first_row=learner.first_row(batch),
+            first_row=_first_row(batch, owned_slots(learner.world)),
             by_length=by_length,
         )
         if isinstance(model, TinyRecursiveModel) and model.config.puzzle_emb_ndim:
-            identifiers = to_tensor(batch.puzzle_identifiers, device)
-            tensors.row_ids, tensors.row_of_slot = torch.unique(identifiers, return_inverse=True)
+            ids = puzzle_rows(batch)
+            tensors.row_ids = to_tensor(ids, device)
+            tensors.row_of_slot = to_tensor(np.searchsorted(ids, batch.puzzle_identifiers), device)
             tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
             tensors.learned.append(tensors.rows)
         return tensors
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first row, counted over all ranks."""
+        return int(self.batch.slots[0])
 
     def take(self, part: slice) -> MicroBatch:
         """Return a micro-batch, trimmed to its own longest row."""
@@ -138,3 +152,12 @@ class StepTensors:
         if isinstance(rows, slice):
             return slice(self.first_row + rows.start, self.first_row + rows.stop)
         return self.first_row + rows
+
+
+def _first_row(batch: Batch, owned: slice) -> int:
+    """Return which of a rank's slots the first row belongs to; the others must follow in order."""
+    first = int(batch.slots[0])
+    in_order = np.array_equal(batch.slots, first + np.arange(len(batch)))
+    if not (in_order and owned.start <= first and first + len(batch) <= owned.stop):
+        raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
+    return first - int(owned.start)

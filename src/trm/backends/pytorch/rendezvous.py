@@ -1,0 +1,195 @@
+"""How the processes of one world find each other: JSON in torch's TCPStore, served by the host's trainer.
+
+A world is formed once and never changes: when a machine arrives, leaves or is lost, every process ends, and
+its supervisor starts it again. The store ends with the host's trainer, so nothing in it is ever stale. The
+listening socket belongs to the host's supervisor and is bound to one address; torch would bind to all of
+them. torch's own rendezvous is not used, because it unpickles what it finds in its store.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from macbook_optimization.json_types import JsonObject
+from trm.backends.pytorch.watchdog import Watchdog
+from trm.backends.pytorch.world import GlooWorld, c10d, connect
+from trm.backends.world import Address, Member, OnLost, PeerLost
+
+POLL_SECONDS = 0.1
+SURVIVORS_SECONDS = 3.0  # to report after a connection was lost
+_WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a machine that is gone
+
+
+class _Meeting:
+    """What host and guests have in common: a rank, heartbeats, and who survived a lost connection."""
+
+    def __init__(self, address: Address, host: str, timeout_seconds: float) -> None:
+        self.address = address
+        self.host = host
+        self.timeout_seconds = timeout_seconds
+        self.store: Any
+        self.watchdog: Watchdog | None = None
+        self.names: list[str] = []  # by rank, once the world is formed
+        self.rank = 0
+
+    def _start_watchdog(self, key: str, on_lost: OnLost) -> None:
+        store = client(self.address, self.timeout_seconds)
+        self.watchdog = Watchdog(store, key, self.host, self.timeout_seconds, on_lost)
+        self.watchdog.start()
+
+    def _world(self, group: JsonObject, arrival: int, local: str) -> GlooWorld:
+        """Connect to the others. Arrival 0 is the host; ranks are in the order of `group`."""
+        arrivals: list[int] = group["arrivals"]
+        self.names = group["names"]
+        self.rank = arrivals.index(arrival)
+        assert self.watchdog is not None
+        peers = zip(arrivals, self.names, strict=True)
+        self.watchdog.watch({_beat(each): name for each, name in peers if each != arrival})
+        connection = connect(client(self.address, self.timeout_seconds), self.rank, len(arrivals), local)
+        writer = arrivals.index(0)
+        return GlooWorld(self.rank, tuple(group["shares"]), writer, connection, self.watchdog.stop)
+
+    def lost_names(self) -> list[str]:
+        """Return who is gone after a lost connection: every process that still runs reports to the store."""
+        deadline = time.monotonic() + SURVIVORS_SECONDS
+        try:
+            self.store.set(f"survivor/{self.rank}", "")
+            missing = list(range(len(self.names)))
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self.store.check([f"survivor/{rank}"])]
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # the store is gone
+            return [self.host]
+        return [self.names[rank] for rank in missing]
+
+    def close(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.stop()
+
+
+class Host(_Meeting):
+    """The host's side. `descriptor` is a listening socket; `facts` is what a guest must know to prepare."""
+
+    def __init__(
+        self, address: Address, descriptor: int, host: str, timeout_seconds: float, facts: JsonObject
+    ) -> None:
+        super().__init__(address, host, timeout_seconds)
+        self.store = c10d.TCPStore(
+            address.host,
+            address.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_WAIT,
+            master_listen_fd=descriptor,
+            use_libuv=False,
+        )
+        self.store.set("facts", json.dumps(facts))
+        self.num_known = 0  # guests when the world was formed
+
+    def arrivals(self) -> int:
+        """Return how many guests have arrived since the store was opened."""
+        found: int = self.store.add("arrivals", 0)
+        return found
+
+    def has_newcomers(self) -> bool:
+        """Return whether a guest has arrived since the world was formed."""
+        return self.arrivals() > self.num_known
+
+    def members(self, number: int, wait_seconds: float) -> list[Member]:
+        deadline = time.monotonic() + wait_seconds
+        while self.arrivals() < number and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self.num_known = self.arrivals()
+        present = range(1, self.num_known + 1)
+        return [Member(**json.loads(self.store.get(f"arrival/{number}"))) for number in present]
+
+    def form(self, members: Sequence[Member], shares: Sequence[int], on_lost: OnLost) -> GlooWorld:
+        """Form the world of these machines: the host first, then guests in the order of their arrival."""
+        group = {
+            "arrivals": list(range(len(members))),
+            "names": [member.name for member in members],
+            "shares": list(shares),
+        }
+        self._start_watchdog(_beat(0), on_lost)
+        self.store.set("group", json.dumps(group))
+        return self._world(group, 0, self.address.host)
+
+
+class Guest(_Meeting):
+    """A guest's side, connected to the host. `local` is the address of this machine."""
+
+    def __init__(self, address: Address, host: str, timeout_seconds: float, local: str) -> None:
+        super().__init__(address, host, timeout_seconds)
+        self.local = local
+        self.store = client(address, timeout_seconds)
+        self.facts: JsonObject = json.loads(self.store.get("facts"))
+
+    def join(self, member: Member, on_lost: OnLost) -> GlooWorld:
+        """Announce this machine, and wait until the host forms a world with it."""
+        try:
+            arrival = self.store.add("arrivals", 1)
+            self.store.set(f"arrival/{arrival}", json.dumps(asdict(member)))
+            self._wait_for("group")
+            group = json.loads(self.store.get("group"))
+            if arrival not in group["arrivals"]:  # the host is training; it will end this world soon
+                self._wait_for("never")
+            self._start_watchdog(_beat(arrival), on_lost)
+            return self._world(group, arrival, self.local)
+        except RuntimeError as error:  # the store is gone
+            raise PeerLost(f"{self.host} has ended this world") from error
+
+    def _wait_for(self, key: str) -> None:
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=self.timeout_seconds))
+                return
+            except c10d.DistStoreError:  # not there yet
+                continue
+
+
+def _beat(arrival: int) -> str:
+    return f"beat/{arrival}"
+
+
+def client(address: Address, timeout_seconds: float) -> Any:
+    """Connect to the store of the host; raise `PeerLost` if it does not answer.
+
+    torch waits for ever for a machine that accepts a connection and then disappears.
+    """
+    answer: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            options = {"is_master": False, "wait_for_workers": False, "use_libuv": False}
+            timeout = timedelta(seconds=timeout_seconds)
+            store = c10d.TCPStore(address.host, address.port, timeout=timeout, **options)
+            store.set_timeout(_WAIT)
+            answer.append(store)
+        except RuntimeError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout_seconds + 1)
+    if answer and not isinstance(answer[0], RuntimeError):
+        return answer[0]
+    raise PeerLost(f"{address} does not answer") from (answer[0] if answer else None)
+
+
+def host_meeting(
+    address: Address, descriptor: int, host: str, timeout_seconds: float, facts: JsonObject
+) -> Host:
+    return Host(address, descriptor, host, timeout_seconds, facts)
+
+
+def guest_meeting(address: Address, host: str, timeout_seconds: float, local: str) -> Guest:
+    try:
+        return Guest(address, host, timeout_seconds, local)
+    except RuntimeError as error:
+        raise PeerLost(f"{address} does not answer") from error

@@ -1,0 +1,138 @@
+"""Several processes that train one run together, connected by torch's own gloo.
+
+Only flat tensors and JSON cross the wire: torch's `*_object` collectives would unpickle what they receive.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from trm.backends.world import PeerLost
+
+c10d: Any = distributed  # its type hints lack most of what it has
+HANG_SECONDS = 3600.0  # until a process that lives but takes no part is given up; heartbeats find dead ones
+CLOSING_SECONDS = 30.0
+
+
+def connect(store: Any, rank: int, size: int, address: str) -> Any:
+    """Connect to all other ranks, which find each other in the store. Connections are bound to `address`."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=HANG_SECONDS)
+    try:
+        return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, options)
+    except RuntimeError as error:
+        raise PeerLost(_reason(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class GlooWorld:
+    rank: int
+    shares: tuple[int, ...]
+    writer: int
+    group: Any  # of gloo
+    before_closing: Callable[[], None] = lambda: None  # from here on, a peer that ends is not lost
+
+    @property
+    def size(self) -> int:
+        return len(self.shares)
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == self.writer
+
+    def sum(self, message: Any) -> None:
+        shared = torch.from_numpy(message) if isinstance(message, np.ndarray) else message
+        _wait(lambda: self.group.allreduce([shared]))
+
+    def agree(self, wishes: Sequence[int]) -> list[int]:
+        return self._maximum(wishes, HANG_SECONDS)
+
+    def _maximum(self, wishes: Sequence[int], timeout_seconds: float) -> list[int]:
+        values = torch.tensor(list(wishes), dtype=torch.int64)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout_seconds)
+        _wait(lambda: self.group.allreduce([values], options))
+        found: list[int] = values.tolist()
+        return found
+
+    def broadcast(self, facts: Any) -> Any:
+        content = torch.empty(0, dtype=torch.uint8)
+        if self.writes:
+            content = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        length = torch.tensor([len(content)])
+        self.copy_from_writer(length)
+        if not self.writes:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        self.copy_from_writer(content)
+        return json.loads(bytes(content.numpy()))
+
+    def copy_from_writer(self, tensor: Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank = self.writer
+        local = tensor.detach().cpu().contiguous()
+        _wait(lambda: self.group.broadcast([local], options))
+        if local.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(local)
+
+    def gather(self, own: Tensor, dim: int) -> Tensor | None:
+        if not self.writes:
+            self._send(own, self.writer)
+            return None
+        shape = list(own.shape)
+        shape[dim] = sum(self.shares)
+        whole = torch.empty(shape, dtype=own.dtype)
+        for rank, part in enumerate(torch.split(whole, list(self.shares), dim)):
+            if rank == self.rank:
+                part.copy_(own)
+            else:
+                part.copy_(self._received(part, rank))
+        return whole
+
+    def scatter(self, whole: Tensor | None, own: Tensor, dim: int) -> None:
+        if whole is None:
+            own.copy_(self._received(own, self.writer))
+            return
+        for rank, part in enumerate(torch.split(whole, list(self.shares), dim)):
+            if rank == self.rank:
+                own.copy_(part)
+            else:
+                self._send(part, rank)
+
+    def _send(self, part: Tensor, rank: int) -> None:
+        local = part.detach().cpu().contiguous()
+        _wait(lambda: self.group.send([local], rank, 0))
+
+    def _received(self, like: Tensor, rank: int) -> Tensor:
+        buffer = torch.empty(like.shape, dtype=like.dtype)
+        _wait(lambda: self.group.recv([buffer], rank, 0))
+        return buffer
+
+    def close(self) -> None:
+        """Wait for the others, so that none of them loses this process while it still needs it."""
+        self.before_closing()
+        self._maximum([0], CLOSING_SECONDS)
+
+
+def _wait(start: Callable[[], Any]) -> None:
+    """Start an operation and wait for it. Gloo reports a lost connection as a `RuntimeError`."""
+    try:
+        start().wait()
+    except RuntimeError as error:
+        raise PeerLost(_reason(error)) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what gloo says without the place in its source code and its advice."""
+    text = re.sub(r"^\[\S*?\] ", "", str(error).partition("\n")[0])
+    return text.partition(". ")[0]

@@ -1,0 +1,106 @@
+"""The host's side of several machines, in its supervisor: it listens, and remembers the last world.
+
+The socket stays open while trainers come and go, so that guests find the host at the same place. It is bound
+to one address, and without it nothing listens.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from macbook_optimization.errors import ConfigError
+from trm.backends.world import Address
+from trm.runs.events import MachineLost
+from trm.training.log import RunLog
+from trm.training.machines import GUESTS, LOST, Seat
+
+DEFAULT_PORT = 29400
+REUNION_SECONDS = 6.0  # to wait for the guests of the last world
+BACKLOG = 64
+
+
+@dataclass
+class Hosting:
+    """What a supervisor knows about the machines of its run."""
+
+    address: Address
+    descriptor: int  # of the listening socket
+    timeout_seconds: float
+    guests: int = 0  # of the last world, and those who arrived since
+    slots_per_second: float | None = None
+
+    def seat(self) -> Seat:
+        return Seat(
+            address=self.address,
+            name=socket.gethostname(),
+            timeout_seconds=self.timeout_seconds,
+            descriptor=self.descriptor,
+            guests=self.guests,
+            wait_seconds=REUNION_SECONDS,
+            slots_per_second=self.slots_per_second,
+        )
+
+    def receive(self, row: list[Any], log: RunLog) -> bool:
+        """Take note of what a trainer says about machines; return whether this row was about them."""
+        kind, *values = row
+        if kind == GUESTS:
+            self.guests = values[0]
+        elif kind == LOST:
+            names, cause = values
+            log.event(MachineLost(names, cause))
+            log.message(f"Lost {', '.join(names) or 'a machine'} ({cause}). Continuing with who is there.")
+        return kind in (GUESTS, LOST)
+
+
+@contextmanager
+def listening(where: str, timeout_seconds: float, *, allow_public: bool) -> Iterator[Hosting]:
+    """Listen at an address that other machines of a trusted network can reach."""
+    address = parse_address(where, allow_public=allow_public)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen at {address}: {error.strerror}",
+            hint="Use an address of this machine and, with ADDR:PORT, a port that is free.",
+        ) from error
+    with listener:
+        port = listener.getsockname()[1]
+        yield Hosting(Address(address.host, port), listener.fileno(), timeout_seconds)
+
+
+def parse_address(text: str, *, allow_public: bool, default_port: int = DEFAULT_PORT) -> Address:
+    """Read ADDR or ADDR:PORT. A name is resolved; public addresses are refused unless they are allowed."""
+    host, port = _host_and_port(text, default_port)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        address = ipaddress.ip_address(found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{host!r} is not an address: {error}", hint="For example 192.168.2.1 or 192.168.2.1:29400."
+        ) from error
+    if address.is_unspecified:
+        raise ConfigError(
+            f"{host} stands for every interface of this machine",
+            hint="Name the address of the one that leads to the other machines.",
+        )
+    if address.is_global and not allow_public:
+        raise ConfigError(
+            f"{address} is a public address; whoever reaches it could take part in the training",
+            hint="Use a cable between the machines, or a tunnel (WireGuard, SSH); --allow-public insists.",
+        )
+    return Address(str(found), port)
+
+
+def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.endswith("]")):
+        return text.strip("[]"), default_port  # an IPv6 address has colons of its own
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{port!r} is not a port", hint="For example 192.168.2.1:29400.")
+    return host.strip("[]"), int(port)

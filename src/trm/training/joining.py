@@ -1,0 +1,153 @@
+"""`trm join`: take part in a run of another machine.
+
+The host sends the recipe; plan, limits and the place of the dataset are those of this machine. The supervisor
+here does what that of the host does: it starts a trainer again whenever a world has ended, with a smaller
+plan if the trainer ran out of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from macbook_optimization.children import ChildDied, Send, run_in_child
+from macbook_optimization.errors import ConfigError, MemoryBudgetError
+from macbook_optimization.hardware_detection import HardwareDetector
+from macbook_optimization.json_types import JsonMapping, JsonObject
+from trm.backends.base import load_backend
+from trm.backends.world import Address
+from trm.config import RunConfig, config_from_text
+from trm.display import Display, show_forwarded
+from trm.plan import Execution, Plan
+from trm.planning.fitting import too_large
+from trm.planning.planner import Planner
+from trm.tasks.dataset import complete_spec
+from trm.tasks.registry import TASK_NAMES, load_task
+from trm.training.log import show_plan
+from trm.training.loop import Limits, Outcome
+from trm.training.machines import LOST, LOST_PEER, Seat, check_facts, reach
+from trm.training.preparation import build_if_missing, check_sizes
+from trm.training.start import Digests, open_splits
+from trm.training.supervisor import GiveUp, History, ProbeFirst, next_plan, run_trainer
+from trm.training.together import REGROUPING
+
+DEFAULT_WAIT_SECONDS = 600.0
+CONNECT_SECONDS = 10.0  # until a host that does not answer is tried again
+_OWN_KEYS = ("plan.", "limits.", "data.path", "data.loading.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    config: RunConfig
+    planner: Planner
+    verified: Digests
+    host: str
+
+
+def join(address: Address, overrides: Sequence[str], wait_seconds: float, display: Display) -> Outcome:
+    """Train a run of another machine until it ends, or until this machine leaves.
+
+    `wait_seconds`: how long to wait for a host that does not answer, at the start and whenever it is lost.
+    """
+    seat = Seat(address, socket.gethostname(), CONNECT_SECONDS, wait_seconds=wait_seconds)
+    display.status(f"Waiting for {address}")
+    facts: JsonObject = run_in_child("trm.training.joining:facts_in_child", {"seat": seat.to_json()})
+    guest = _prepare(facts, overrides, display)
+    plan = guest.planner.without_probe()
+    if plan is None or plan.provisional:  # a measured speed decides about the share of this machine
+        plan = guest.planner.choose()
+    if plan is None:
+        raise too_large(guest.planner)
+    show_plan(display, guest.config, plan)
+    return _supervise(guest, replace(seat, timeout_seconds=facts["timeout_seconds"]), plan)
+
+
+def facts_in_child(seat: JsonMapping, send: Send) -> JsonObject:
+    """Return what the host says about its run, in a child, because that needs torch."""
+    return reach(Seat.from_json(seat), load_backend(Execution())).facts
+
+
+def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _Guest:
+    config = guest_config(facts, overrides)
+    task = load_task(config.task)
+    build_if_missing(config, task, display)
+    display.status("Verifying the dataset")
+    train_split, test_split = open_splits(config, task)
+    verified = {"train": train_split.digests, "test": test_split.digests}
+    check_facts(facts, config, verified)
+    display.message(f"Joining {facts['host']}; the dataset is {config.data.path}.")
+    hardware = HardwareDetector().detect(with_torch=False)
+    planner = Planner(config, complete_spec(task, train_split), hardware, display)
+    check_sizes(config, planner.data, fit=False)
+    return _Guest(planner.config, planner, verified, str(facts["host"]))
+
+
+def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
+    """Return the recipe of the host with what belongs to this machine."""
+    for override in overrides:
+        if not override.startswith(_OWN_KEYS):
+            raise ConfigError(
+                f"{override!r} cannot be set here: the host decides what is learned",
+                hint=f"A machine that joins may set {', '.join(_OWN_KEYS)}",
+            )
+    config = config_from_text(json.dumps(facts["recipe"]), f"The recipe of {facts['host']}", overrides)
+    if config.task not in TASK_NAMES:
+        raise ConfigError(
+            f"{facts['host']} trains the task {config.task}, which is code of its user",
+            hint="Only the tasks that ship with this program can be trained on several machines.",
+        )
+    return config
+
+
+def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
+    display = guest.planner.display
+    history = History()
+    while True:
+        try:
+            outcome = _run(guest, seat, plan)
+        except ChildDied as death:
+            if death.code == LOST_PEER:
+                display.message(f"This world of machines has ended; connecting to {seat.address} again.")
+                continue
+            plan, history = _after_death(guest, death, plan, history)
+            continue
+        if outcome.reason != REGROUPING:
+            return outcome
+        seat = replace(seat, slots_per_second=outcome.slots_per_second)
+        history = History()
+
+
+def _run(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
+    display = guest.planner.display
+
+    def on_row(row: list[object]) -> None:
+        if row[0] != LOST:
+            show_forwarded(display, row)
+
+    arguments = {
+        "config": guest.config.model_dump(mode="json"),
+        "run": str(Path(f"of {guest.host}")),  # for messages: nothing is written here
+        "start": {"limits": asdict(Limits()), "quiet": False, "seat": seat.to_json()},
+        "verified": {name: dict(digests) for name, digests in guest.verified.items()},
+    }
+    return run_trainer(arguments, plan, display, on_row)
+
+
+def _after_death(guest: _Guest, death: ChildDied, plan: Plan, history: History) -> tuple[Plan, History]:
+    num_slots = guest.config.training.effective_batch_size
+    decision = next_plan(death, plan, history, num_slots, keep_plan=False)
+    if isinstance(decision, GiveUp):
+        raise MemoryBudgetError(
+            f"The trainer {death} with the smallest possible plan.",
+            hint="Raise limits.memory_limit_mb, or close other programs.",
+        ) from None
+    if isinstance(decision, ProbeFirst):
+        measured = guest.planner.choose()
+        if measured is None:
+            raise too_large(guest.planner) from None
+        return measured, decision.history
+    guest.planner.display.message(f"The trainer {death}. Trying again.")
+    return decision.plan, decision.history

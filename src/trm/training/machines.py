@@ -1,0 +1,265 @@
+"""Several machines that train one run: where this process sits, and how it takes part in a world.
+
+The host has the run directory. Its supervisor listens, and its trainer forms a world with the guests who have
+arrived. When a machine arrives, leaves or is lost, every trainer ends, and every supervisor starts one again:
+a world never changes, so there is nothing to repair.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from statistics import median
+
+from macbook_optimization.children import Send
+from macbook_optimization.errors import DataError, RunError
+from macbook_optimization.json_types import JsonMapping, JsonObject
+from trm.backends.base import Backend, Learner, Program
+from trm.backends.world import (
+    Address,
+    GuestMeeting,
+    HostMeeting,
+    Meeting,
+    Member,
+    PeerLost,
+    SingleProcess,
+    World,
+)
+from trm.config import RunConfig, differences
+from trm.plan import Plan
+from trm.planning.cache import versions
+from trm.runs.events import WorldFormed
+from trm.training.log import RunLog
+from trm.training.shares import shares_of
+
+LOST_PEER = 76  # exit code of a trainer that has lost another machine
+TIMED_MESSAGES = 3
+LEAST_EFFICIENCY = 0.8  # predicted; below it, there is a warning
+RETRY_SECONDS = 0.5  # between two attempts to reach the host
+Check = Callable[[JsonObject], None]
+LOST, GUESTS = "lost", "guests"  # rows that a trainer sends to its supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """How a trainer takes part: as host if it has the descriptor of a listening socket, else as guest."""
+
+    address: Address
+    name: str  # of this machine
+    timeout_seconds: float  # without a sign of life, until a machine is lost
+    descriptor: int | None = None
+    guests: int = 0  # whom the host waits for
+    wait_seconds: float = 0.0  # for these guests, or for the host
+    slots_per_second: float | None = None  # of this machine, measured before
+
+    @property
+    def is_host(self) -> bool:
+        return self.descriptor is not None
+
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: JsonMapping) -> Seat:
+        return cls(**{**facts, "address": Address(**facts["address"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The place of this process in a world."""
+
+    world: World
+    members: Sequence[Member] = ()  # by rank; only the host knows them
+    meeting: Meeting | None = None
+    host: HostMeeting | None = None  # the same, at the host
+    send: Send = lambda row: None
+
+    def has_newcomers(self) -> bool:
+        return self.host is not None and self.host.has_newcomers()
+
+    def close(self, *, leaving: int = 0) -> None:
+        """End this world. The host expects all who have arrived again, except for those who leave."""
+        if self.host is not None:
+            self.send([GUESTS, self.host.arrivals() - leaving])
+        self.world.close()
+        if self.meeting is not None:
+            self.meeting.close()
+
+    def end_after_loss(self, loss: PeerLost) -> None:
+        """End this process after another machine was lost: the supervisor starts it again."""
+        names = [] if self.meeting is None else self.meeting.lost_names()
+        _end_after_loss(self.send, names, str(loss))
+
+
+def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> None:
+    """Checkpoints are complete or absent, so a process may end anywhere, in any thread."""
+    send([LOST, list(names), cause])
+    os._exit(LOST_PEER)
+
+
+def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
+    """Return what a guest must know: the data, and the recipe without what belongs to this machine."""
+    return {
+        "program": version("macbook-trm"),
+        "host": seat.name,
+        "timeout_seconds": seat.timeout_seconds,
+        "recipe": config.model_dump(mode="json", exclude={"plan", "limits"}),
+        "data": {name: dict(each) for name, each in digests.items()},
+        "versions": versions(),
+    }
+
+
+def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:
+    """Refuse what would not learn the same as the host: another program, recipe or dataset."""
+    if (own := version("macbook-trm")) != facts["program"]:
+        raise RunError(
+            f"{facts['host']} runs version {facts['program']} of this program, and this machine {own}",
+            hint="Install the same version on both machines.",
+        )
+    theirs = RunConfig.model_validate({**facts["recipe"], "plan": {}, "limits": {}})
+    if different := differences(config.what_is_learned(), theirs.what_is_learned()):
+        listed = "\n  ".join(different)
+        raise RunError(f"{facts['host']} trains another recipe now:\n  {listed}", hint="Join again.")
+    if facts["data"] != {name: dict(each) for name, each in digests.items()}:
+        raise DataError(
+            f"The dataset in {config.data.path} is not that of {facts['host']}",
+            hint="Remove it, so that it is built again, or copy that of the host; `trm data info` compares.",
+        )
+
+
+def host_membership(seat: Seat, backend: Backend, facts: JsonObject, own: Member, send: Send) -> Membership:
+    """Listen, wait for the guests of the last world, and form a world with those who have arrived."""
+    assert seat.descriptor is not None
+    num_slots = facts["recipe"]["training"]["effective_batch_size"]
+    meeting = backend.host_meeting(seat.address, seat.descriptor, seat.name, seat.timeout_seconds, facts)
+    guests = meeting.members(seat.guests, seat.wait_seconds) if seat.wait_seconds else []
+    members = with_own_names([own, *guests])[:num_slots]
+    send([GUESTS, len(members) - 1])
+    world: World = SingleProcess(num_slots)
+    if len(members) > 1:
+        on_lost = _on_lost(seat, send)
+        world = meeting.form(members, shares_of(members, num_slots), on_lost)
+    return Membership(world, members, meeting, meeting, send)
+
+
+def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, send: Send) -> Membership:
+    """Find the host, and wait until it forms a world with this machine; `check` may refuse its facts."""
+    while True:
+        meeting = reach(seat, backend)
+        check(meeting.facts)
+        try:
+            world = meeting.join(own, _on_lost(seat, send))
+            return Membership(world, (), meeting, send=send)
+        except PeerLost:  # the host forms another world
+            meeting.close()
+
+
+def _on_lost(seat: Seat, send: Send) -> Callable[[list[str]], None]:
+    cause = f"no sign of life for {seat.timeout_seconds:g} s"
+    return lambda names: _end_after_loss(send, names, cause)
+
+
+def reach(seat: Seat, backend: Backend) -> GuestMeeting:
+    """Connect to the host, and try again for as long as the user wants to wait."""
+    deadline = time.monotonic() + seat.wait_seconds
+    while True:
+        try:
+            local = local_address(seat.address)
+            return backend.guest_meeting(seat.address, str(seat.address), seat.timeout_seconds, local)
+        except (OSError, PeerLost) as error:
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    f"{seat.address} does not answer: {error}",
+                    hint="Is `trm train ... --listen` running there? Raise --wait to wait longer.",
+                ) from error
+        time.sleep(RETRY_SECONDS)
+
+
+def local_address(address: Address) -> str:
+    """Return the address of this machine from which the host can be reached, if it can."""
+    with socket.create_connection((address.host, address.port), timeout=5.0) as connection:
+        local: str = connection.getsockname()[0]
+        return local
+
+
+def with_own_names(members: Sequence[Member]) -> list[Member]:
+    """Number machines that have the same name."""
+    names = [member.name for member in members]
+    return [
+        replace(each, name=f"{each.name} ({names[:place].count(each.name) + 1})")
+        if each.name in names[:place]
+        else each
+        for place, each in enumerate(members)
+    ]
+
+
+def own_member(seat: Seat, backend: Backend, program: Program, plan: Plan) -> Member:
+    speed = seat.slots_per_second or plan.samples_per_second
+    return Member(seat.name, speed, max_slots(backend, program, plan.budget_bytes))
+
+
+def max_slots(backend: Backend, program: Program, budget_bytes: int | None) -> int | None:
+    """Return how many slots' latents fit into half of the memory budget; None if slots keep nothing."""
+    one, two = (backend.state_bytes(_with_slots(program, number)) for number in (1, 2))
+    if budget_bytes is None or one == two:
+        return None
+    return max(1, (budget_bytes // 2 - one) // (two - one) + 1)
+
+
+def _with_slots(program: Program, number: int) -> Program:
+    training = program.training.model_copy(update={"effective_batch_size": number})
+    return replace(program, training=training)
+
+
+def introduce(membership: Membership, learner: Learner, step: int, log: RunLog) -> None:
+    """Time some messages, and say who trains and how efficient that will be."""
+    world = membership.world
+    if world.size == 1:
+        if membership.meeting is not None:
+            log.event(WorldFormed(step, [each.name for each in membership.members], [*world.shares], None))
+        return
+    seconds = exchange_seconds(world, learner)
+    facts = world.broadcast(_described(membership, seconds) if world.writes else None)
+    log.event(WorldFormed(step, facts["machines"], facts["shares"], facts["efficiency"]))
+    log.message(facts["text"])
+
+
+def exchange_seconds(world: World, learner: Learner) -> float:
+    """Return what a step spends on exchanging its message and agreeing, when nobody has to wait."""
+    found = []
+    for _ in range(TIMED_MESSAGES):
+        world.agree([0])  # all begin at the same time
+        started = time.monotonic()
+        learner.message_seconds()
+        world.agree([0])
+        found.append(time.monotonic() - started)
+    return median(found)
+
+
+def efficiency(members: Sequence[Member], shares: Sequence[int], seconds: float) -> float | None:
+    """Predict the share of a step that the slowest machine computes; None if a speed is unknown."""
+    speeds = [member.slots_per_second for member in members]
+    computing = [share / speed for share, speed in zip(shares, speeds, strict=True) if speed]
+    if len(computing) < len(members):
+        return None
+    slowest = max(computing)
+    return slowest / (slowest + seconds)
+
+
+def _described(membership: Membership, seconds: float) -> JsonObject:
+    shares = membership.world.shares
+    predicted = efficiency(membership.members, shares, seconds)
+    names = [member.name for member in membership.members]
+    split = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
+    text = (
+        f"{len(names)} machines share {sum(shares)} slots: {split}. A message takes {1000 * seconds:.1f} ms"
+    )
+    if predicted is not None:
+        text += f"; predicted efficiency {predicted:.0%}"
+    if predicted is not None and predicted < LEAST_EFFICIENCY:
+        text = f"warning: {text}; a faster connection or a larger training.effective_batch_size would help"
+    return {"machines": names, "shares": list(shares), "efficiency": predicted, "text": f"{text}."}

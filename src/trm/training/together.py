@@ -1,0 +1,114 @@
+"""What the ranks of a run decide together, between two steps.
+
+A rank must not stop, save or pause by itself, because the others would wait for it. So each says what it
+would like to do, and whatever one of them wants happens on all of them, at the same step. Everything else
+follows from values that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from macbook_optimization.children import parent_is_gone
+from trm.backends.base import Learner
+from trm.backends.world import World
+from trm.runs.events import WeightsDiffered
+from trm.training.log import RunLog
+from trm.training.power import PowerControl
+from trm.training.signals import Interrupted, StopRequest
+
+REGROUPING = "regrouping"  # why a start of a run ends when a machine arrives or leaves
+LEFT = "left"  # why it ends on a machine that was asked to leave
+DIGEST_STEPS = 100  # between two comparisons of the weights
+
+
+class Wishes(NamedTuple):
+    """What a rank would like to happen; 1 is yes."""
+
+    stop: int = 0  # end the run here
+    regroup: int = 0  # form the world anew, as a machine has arrived
+    leave: int = 0  # likewise, as this machine leaves
+    limit: int = 0  # a limit of time is reached
+    save: int = 0
+    pause: int = 0  # wait for mains power
+
+
+@dataclass
+class Together:
+    """The decisions of one world. `has_newcomers` is asked at the writer."""
+
+    world: World
+    has_newcomers: Callable[[], bool] = lambda: False
+    agreed: Wishes = field(default_factory=Wishes)  # the last time
+    save_requested: bool = False  # on this rank, for the next agreement
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world.size == 1
+
+    def agree(self, wishes: Wishes, stop: StopRequest) -> Wishes:
+        """Return what any rank wants, besides a request to stop and machines that arrive."""
+        requested = not self.is_alone and stop.requested
+        own = wishes._replace(
+            stop=int(requested and self.world.writes),
+            leave=int(requested and not self.world.writes),
+            regroup=int(self.world.writes and self.has_newcomers()),
+        )
+        self.agreed = Wishes(*self.world.agree(own))
+        return self.agreed
+
+    @property
+    def regroups(self) -> bool:
+        """Whether a machine arrives or leaves."""
+        return bool(self.agreed.regroup or self.agreed.leave) and not self.agreed.stop
+
+    def check_agreed(self, stop: StopRequest) -> None:
+        """Raise `Interrupted` if that was agreed."""
+        self.check_alone(stop)
+        if self.agreed.stop or self.agreed.leave:
+            raise Interrupted
+
+    def check(self, stop: StopRequest) -> None:
+        """Raise `Interrupted` on all ranks if a stop is requested on one of them, or one leaves."""
+        if self.is_alone:
+            stop.check()
+            return
+        self.agree(Wishes(), stop)
+        self.check_agreed(stop)
+
+    def check_alone(self, stop: StopRequest) -> None:
+        """Check where other ranks do not: with several of them, a request waits for the next agreement."""
+        if self.is_alone:
+            stop.check()
+
+    def check_parents(self) -> None:
+        """Raise `Interrupted` if nobody waits for the result of one of the ranks."""
+        if self.world.agree([int(parent_is_gone())])[0]:
+            raise Interrupted
+
+    def waits(self, power: PowerControl, step: int, stop: StopRequest) -> bool:
+        """Return whether training pauses, after waiting for a moment; if one rank pauses, all of them do."""
+        waits = power.waits(step, partial(self.check_alone, stop))
+        if self.is_alone:
+            return waits
+        if self.agreed.pause and not waits:
+            time.sleep(power.WAIT_SECONDS)
+        return bool(self.agreed.pause)
+
+    def compare_weights(self, step: int, learner: Learner, log: RunLog) -> None:
+        """Compare the weights of all ranks from time to time, as different processors round differently.
+
+        Where they differ, all continue with those of the writer.
+        """
+        if self.is_alone or step % DIGEST_STEPS:
+            return
+        digest = learner.digest()
+        words = [int(digest[start : start + 8], 16) for start in range(0, len(digest), 8)]
+        largest = self.world.agree([*words, *(-word for word in words)])
+        if any(most != -least for most, least in zip(largest[:8], largest[8:], strict=True)):
+            learner.copy_from_writer()
+            log.event(WeightsDiffered(step))

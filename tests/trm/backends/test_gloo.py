@@ -1,0 +1,197 @@
+"""Ranks that are processes learn what one process learns."""
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
+
+from trm.backends.base import StepSettings
+from trm.backends.pytorch.watchdog import Watchdog
+from trm.backends.world import SingleProcess, owned_slots
+
+NUM_SLOTS = 48
+NUM_STEPS = 40
+DATA = replace(SPEC, num_puzzle_identifiers=7)
+
+
+class MeanWorld:
+    """A world that is wrong: gradients are averaged over ranks of different sizes."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def sum(self, message):
+        self.world.sum(message)
+        message[: -2 - 3 * NUM_SLOTS] /= self.world.size
+
+
+def learner_of(world, supervision, **training):
+    torch.set_default_dtype(torch.float64)
+    settings = training_config(
+        supervision=supervision, effective_batch_size=NUM_SLOTS, noise=0.1, max_grad_norm=0.5, **training
+    )
+    model = model_config(**VARIANTS["mixer, puzzle prefix"], halt_max_steps=4)
+    return make_learner(model, settings, spec=DATA, world=world)
+
+
+def take_step(learner, step, learning_rate=3e-3):
+    """Take a step of the slots that this rank owns, in micro-batches of another size on every rank."""
+    batch = make_batch(NUM_SLOTS, spec=DATA, seed=step)
+    seeds = 1000 * step + np.arange(NUM_SLOTS)
+    batch = replace(batch, noise_seeds=seeds, all_puzzle_identifiers=batch.puzzle_identifiers)
+    settings = StepSettings(step, 2, learning_rate, puzzle_emb_lr=1e-2)
+    world = learner.world
+    return learner.step(batch[owned_slots(world)], settings, lambda done: 5 + 4 * world.rank)
+
+
+def losses_of(world, supervision):
+    learner = learner_of(world, supervision)
+    losses = [take_step(learner, step).loss for step in range(1, NUM_STEPS + 1)]
+    return losses, learner.digest()
+
+
+def losses_with_means(world):
+    return losses_of(MeanWorld(world), "terminal")[0]
+
+
+def losses_from_common_states(world):
+    """Compare every step of these ranks with that of one process, from the state of that process."""
+    learner = learner_of(world, "deep")
+    single = learner_of(SingleProcess(NUM_SLOTS), "deep") if world.writes else None
+    differences = [0.0]
+    for step in range(1, NUM_STEPS + 1):
+        groups = {name: dict(tensors) for name, tensors in single.state().items()} if single else {}
+        learner.load_state(groups)
+        found = take_step(learner, step)
+        if single is None:
+            continue
+        expected = take_step(single, step)
+        margins = np.abs(found.halt_margins - expected.halt_margins).max()
+        differences.append(max(abs(found.loss - expected.loss), float(margins)))
+    return differences
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The losses of one process."""
+    before = torch.get_default_dtype()
+    try:
+        yield losses_of(SingleProcess(NUM_SLOTS), "terminal")[0]
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(32, 16), (24, 16, 8)])
+def test_processes_have_the_losses_of_one_process_with_terminal_supervision(shares, expected):
+    found = run_ranks(losses_of, shares, "terminal")
+    for losses, digest in found:
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
+        assert digest == found[0][1]
+
+
+@pytest.mark.slow
+def test_a_mean_in_place_of_the_sum_learns_something_else(expected):
+    losses = run_ranks(losses_with_means, (32, 16))[0]
+    assert np.abs(np.subtract(losses, expected)).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(32, 16), (24, 16, 8)])
+def test_processes_make_every_step_of_one_process_with_deep_supervision(shares):
+    for differences in run_ranks(losses_from_common_states, shares):
+        assert max(differences) < 1e-12
+
+
+def use_every_method(world):
+    own = torch.full((2, world.shares[world.rank], 3), float(world.rank))
+    whole = world.gather(own, 1)
+    copied = torch.full((2,), float(world.rank))
+    world.copy_from_writer(copied)
+    back = torch.zeros_like(own)
+    world.scatter(whole, back, 1)
+    return {
+        "agreed": world.agree([world.rank, -world.rank]),
+        "told": world.broadcast({"rank": world.rank, "text": "ä"}),
+        "gathered": None if whole is None else whole[0, :, 0].tolist(),
+        "copied": copied.tolist(),
+        "scattered": torch.equal(own, back),
+    }
+
+
+@pytest.mark.slow
+def test_processes_agree_and_exchange_json_and_tensors():
+    host, guest = run_ranks(use_every_method, (2, 3))
+    common = {"agreed": [1, 0], "told": {"rank": 0, "text": "ä"}, "copied": [0.0, 0.0], "scattered": True}
+    assert host == {**common, "gathered": [0.0, 0.0, 1.0, 1.0, 1.0]}
+    assert guest == {**common, "gathered": None}
+
+
+def sum_after_a_long_step(world, seconds):
+    if world.rank == 1:
+        time.sleep(seconds)
+    message = torch.ones(3)
+    world.sum(message)
+    return message.tolist()
+
+
+@pytest.mark.slow
+def test_a_step_of_three_times_the_timeout_does_not_end_the_world():
+    found = run_ranks(sum_after_a_long_step, (1, 1), 6.0, timeout_seconds=2.0)
+    assert found == [[2.0, 2.0, 2.0]] * 2
+
+
+class Counters:
+    """A store of counters, which may stop answering."""
+
+    def __init__(self):
+        self.counts = {}
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def add(self, key, amount):
+        self.answers.wait()
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+@pytest.mark.parametrize("silent", ["peer", "host"])
+def test_a_watchdog_names_who_shows_no_sign_of_life(silent):
+    store = Counters()
+    lost = []
+    reported = threading.Event()
+
+    def on_lost(names):
+        lost.extend(names)
+        reported.set()
+
+    watchdog = Watchdog(store, "own", "the host", 0.5, on_lost)
+    watchdog.start()
+    watchdog.watch({"other": "a guest"})
+    for _ in range(10):
+        store.add("other", 1)
+        time.sleep(0.1)
+    assert not lost
+    if silent == "host":
+        store.answers.clear()
+    assert reported.wait(10)
+    store.answers.set()
+    assert lost[0] == ("a guest" if silent == "peer" else "the host")
+
+
+def test_a_watchdog_that_was_stopped_reports_nobody():
+    lost = []
+    watchdog = Watchdog(Counters(), "own", "the host", 0.2, lost.extend)
+    watchdog.start()
+    watchdog.watch({"other": "a guest"})
+    watchdog.stop()
+    time.sleep(0.5)
+    assert not lost

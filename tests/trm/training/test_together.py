@@ -1,0 +1,321 @@
+"""Several ranks, which are threads here, run one training: they decide together and stay identical."""
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import thread_worlds, together
+from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
+
+from macbook_optimization.errors import AllocationFailed, CheckpointError
+from trm.backends.base import Program, load_backend
+from trm.backends.world import Member
+from trm.feed import Feed
+from trm.plan import Execution
+from trm.runs.directory import Run, begin, open_run
+from trm.tasks.dataset import complete_spec
+from trm.tasks.registry import load_task
+from trm.training import start
+from trm.training.log import RunLog
+from trm.training.loop import Limits
+from trm.training.machines import efficiency, with_own_names
+from trm.training.shares import largest_remainder, shares_of, split_slots
+from trm.training.signals import StopRequest
+from trm.training.together import REGROUPING
+from trm.training.tuner import Tuner
+
+EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return sudoku_dataset(tmp_path_factory.mktemp("data") / "set")
+
+
+def trainer_of(config, path, world):
+    """Return the trainer of one rank; only the writer gets the path of the run."""
+    task = load_task(config.task)
+    train_split, test_split = start.open_splits(config, task)
+    data = complete_spec(task, train_split)
+    plan = replace(plan_of(config), micro_batch_size=1 + world.rank)
+    run_path = open_run(path, config) if world.writes else Run(Path("not here"))
+    log = RunLog(run_path, Recorder(), world.writes)
+    backend = load_backend(Execution())
+    program = Program.of(config, data)
+    place = start._Place(world, None)
+    state = start._state(backend, plan, Feed(config, task, train_split), program, place)
+    trainer = start._trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
+    trainer.resume()
+    if world.writes:
+        begin(log.run, config)
+    return trainer
+
+
+def train_ranks(config, path, shares=(4, 2), writer=0, **options):
+    """Train with ranks, and return their trainers and outcomes."""
+    prepare = options.pop("prepare", lambda trainer, stop: None)
+    limits = Limits(**options)
+
+    def train(world):
+        trainer = trainer_of(config, path, world)
+        stop = StopRequest()
+        prepare(trainer, stop)
+        return trainer, trainer.run(limits, stop)
+
+    results = together(thread_worlds(shares, writer), train)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [trainer for trainer, _ in results], [outcome for _, outcome in results]
+
+
+def digest(trainer):
+    """Return a hash of everything that all ranks must share to the last bit."""
+    learner = trainer.state.learner
+    groups = (learner.model.state_dict(), learner.optimizer.moments, learner.averaged.state_dict())
+    tensors = (tensor for group in groups for tensor in group.values())
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def before_step(trainer, steps):
+    """Call `steps[n](trainer)` before the n-th step is taken."""
+    advance = trainer.state.advance
+
+    def advance_after(next_size):
+        action = steps.pop(trainer.state.step + 1, None)
+        if action is not None:
+            action(trainer)
+        return advance(next_size)
+
+    trainer.state.advance = advance_after
+
+
+def tensors_of(path, step):
+    checkpoint = next(each for each in Run(path).checkpoints().intact_checkpoints() if each.step == step)
+    return checkpoint.load_all()
+
+
+def assert_close(ours, theirs, **tolerance):
+    for group, named in theirs.items():
+        for name, tensor in named.items():
+            torch.testing.assert_close(ours[group][name], tensor, msg=f"{group} {name}", **tolerance)
+
+
+def recipe(dataset, **changes):
+    puzzle_rows = {"puzzle_emb_ndim": 8, "puzzle_emb_len": 1}
+    config = run_config(dataset, evaluation__every_steps=None, **changes)
+    model = config.model.model_copy(update=puzzle_rows)
+    return config.model_copy(update={"model": model})
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_run_saved_by_two_ranks_resumes_in_one_and_three_and_back(tmp_path, dataset, writer):
+    config = recipe(dataset, training__supervision="terminal", checkpoints={"every_steps": 5, "keep": 9})
+    run(config, tmp_path / "alone")
+    path = tmp_path / "together"
+    train_ranks(config, path, (4, 2), writer, max_step=5)
+    run(config, path, max_step=10)
+    train_ranks(config, path, (3, 2, 1), max_step=15)
+    _, outcomes = train_ranks(config, path, (1, 5))
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("max_steps", 20)}
+    for step in (5, 10, 15, 20):
+        assert_close(tensors_of(path, step), tensors_of(tmp_path / "alone", step), rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_ranks_are_identical_after_skips_a_roll_back_a_resume_and_a_smaller_micro_batch(tmp_path, dataset):
+    config = recipe(dataset, training__max_steps=100, checkpoints={"every_steps": 10})
+    path = tmp_path / "run"
+
+    def spoil_latents(trainer):
+        trainer.state.learner.latents.fill_(float("nan"))
+
+    def spoil_weights(trainer):
+        with torch.no_grad():
+            next(iter(trainer.state.learner.parameters.values())).fill_(float("nan"))
+
+    def fail_to_allocate(trainer):
+        learner = trainer.state.learner
+        step = learner.step
+
+        def fail_once(batch, settings, next_size):
+            learner.step = step
+
+            def failing(done):
+                raise AllocationFailed(torn=False)
+
+            return step(batch, settings, failing)
+
+        learner.step = fail_once
+
+    def prepare(trainer, stop):
+        if not trainer.state.world.writes:
+            faults = {7: spoil_latents, 33: fail_to_allocate, 44: spoil_weights}
+            before_step(trainer, faults)
+
+    train_ranks(config, path, (4, 2), max_step=30, prepare=prepare)
+    trainers, _ = train_ranks(config, path, (4, 2), prepare=prepare)
+    assert trainers[0].state.step == trainers[1].state.step == 100
+    assert digest(trainers[0]) == digest(trainers[1])
+    names = [row["event"] for row in Run(path).rows("events.jsonl")]
+    assert {"step skipped", "rolled back", "resumed"} <= set(names)
+    assert trainers[1].resources.memory.manager.batch_size < 2
+    assert trainers[0].state.slots.to_lists() == trainers[1].state.slots.to_lists()
+
+
+def test_ranks_with_other_weights_get_those_of_the_writer_and_it_is_recorded(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr("trm.training.together.DIGEST_STEPS", 5)
+    config = recipe(dataset)
+
+    def change(trainer):
+        with torch.no_grad():
+            next(iter(trainer.state.learner.parameters.values())).view(-1)[0] += 1e-4
+
+    def prepare(trainer, stop):
+        if not trainer.state.world.writes:
+            before_step(trainer, {8: change})
+
+    trainers, _ = train_ranks(config, tmp_path / "run", prepare=prepare)
+    assert digest(trainers[0]) == digest(trainers[1])
+    events = Run(tmp_path / "run").rows("events.jsonl")
+    assert [row["step"] for row in events if row["event"] == "weights differed"] == [10]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("supervision", ["deep", "terminal"])
+def test_an_evaluation_is_shared_and_has_the_metrics_of_one_process(tmp_path, dataset, supervision):
+    config = run_config(dataset, training__supervision=supervision, training__max_steps=3)
+    alone = run(config, tmp_path / "alone").best
+    _, outcomes = train_ranks(config, tmp_path / "ranks", (3, 2, 1))
+    best = outcomes[0].best
+    for name in ("examples", "exact_accuracy", "token_accuracy", "halt_accuracy", "accuracy_by_depth"):
+        assert best[name] == alone[name]
+    assert outcomes[1].best["token_accuracy"] == best["token_accuracy"]
+    assert [row["kind"] for row in Run(tmp_path / "ranks").rows()].count("eval") == 1
+
+
+@pytest.mark.parametrize(("stopped", "reason"), [(0, "interrupted"), (1, REGROUPING)])
+def test_a_request_to_stop_ends_all_ranks_after_the_same_step(tmp_path, dataset, stopped, reason):
+    config = recipe(dataset)
+
+    def prepare(trainer, stop):
+        def request(trainer):
+            stop.arrived = True
+
+        if trainer.state.world.rank == stopped:
+            before_step(trainer, {6: request})
+
+    _, outcomes = train_ranks(config, tmp_path / "run", (3, 3), prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {(reason, 5)}
+    assert Run(tmp_path / "run").checkpoints().newest_step() == 5
+    names = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
+    assert ("stopped" in names) == (reason == "interrupted")
+
+
+def test_a_machine_that_arrives_ends_the_world_after_a_save(tmp_path, dataset):
+    def prepare(trainer, stop):
+        if trainer.state.world.writes:
+            trainer.together.has_newcomers = lambda: trainer.state.step == 4
+
+    _, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {(REGROUPING, 4)}
+    assert Run(tmp_path / "run").checkpoints().newest_step() == 4
+
+
+def test_a_limit_of_time_on_one_rank_ends_all_of_them(tmp_path, dataset):
+    def prepare(trainer, stop):
+        if not trainer.state.world.writes:
+            trainer._wishes = lambda limits: type(trainer.together.agreed)(limit=trainer.state.step >= 3)
+
+    _, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("limit", 3)}
+
+
+def test_a_full_disk_at_the_writer_lets_all_ranks_wait_and_save_at_last(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr("trm.training.checkpointing.RETRY_SECONDS", 0.4)
+    config = recipe(dataset, training__max_steps=6, checkpoints={"every_steps": 2})
+    failures = []
+
+    def prepare(trainer, stop):
+        if not trainer.state.world.writes:
+            return
+        manager = trainer.checkpointer.manager.manager
+        save = manager.save
+
+        def refuse(*arguments):
+            if len(failures) < 4:
+                failures.append(1)
+                raise CheckpointError("No space left on device")
+            return save(*arguments)
+
+        manager.save = refuse
+
+    _, outcomes = train_ranks(config, tmp_path / "run", prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("max_steps", 6)}
+    assert Run(tmp_path / "run").checkpoints().newest_step() == 6
+    names = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
+    assert "not saved" in names
+    assert "saved again" in names
+
+
+def test_a_run_of_an_earlier_version_resumes_on_two_ranks(tmp_path, monkeypatch):
+    shutil.copytree(EARLIER, tmp_path / "earlier")
+    monkeypatch.chdir(tmp_path / "earlier")
+    config = Run(Path("mixer")).config
+    config = config.model_copy(
+        update={"training": config.training.model_copy(update={"deterministic": False})}
+    )
+    expected = tensors_of(Path("mixer"), 20)
+    shutil.rmtree(Path("mixer") / "checkpoints" / "step-00000020")
+    size = config.training.effective_batch_size
+    _, outcomes = train_ranks(config, Path("mixer").absolute(), (size - 2, 2))
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("max_steps", 20)}
+    found = tensors_of(Path("mixer"), 20)
+    # Two steps of deep supervision in float32: rounding grows about tenfold per step.
+    assert_close({"weights": found["weights"]}, {"weights": expected["weights"]}, rtol=1e-2, atol=1e-3)
+
+
+speeds = st.floats(0.01, 1000.0)
+
+
+@given(weights=st.lists(speeds, min_size=1, max_size=8), extra=st.integers(0, 500))
+def test_shares_add_up_and_differ_from_their_quota_by_less_than_one(weights, extra):
+    total = len(weights) + extra
+    shares = largest_remainder(total, weights)
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - total * weight / sum(weights)) < 1 + 1e-6
+
+
+@given(data=st.data(), weights=st.lists(speeds, min_size=1, max_size=8))
+def test_every_machine_has_a_slot_and_none_has_more_than_fit(data, weights):
+    limits = data.draw(st.lists(st.integers(1, 60), min_size=len(weights), max_size=len(weights)))
+    total = data.draw(st.integers(len(weights), max(len(weights), sum(limits))))
+    shares = split_slots(total, weights, limits)
+    assert sum(shares) == total
+    assert all(1 <= share <= limit for share, limit in zip(shares, limits, strict=True))
+
+
+def test_slots_follow_the_measured_speed_within_memory():
+    assert shares_of([Member("a", 20.0), Member("b", 10.0)], 48) == (32, 16)
+    assert shares_of([Member("a", 30.0), Member("b", 20.0), Member("c", 10.0)], 48) == (24, 16, 8)
+    assert shares_of([Member("a", 20.0, max_slots=8), Member("b", 10.0)], 48) == (8, 40)
+    assert shares_of([Member("a"), Member("b", 10.0)], 48) == (24, 24)
+    assert shares_of([Member("a", 20.0, max_slots=8), Member("b", 10.0, max_slots=8)], 48) == (32, 16)
+
+
+def test_the_predicted_efficiency_is_the_share_that_the_slowest_machine_computes():
+    members = [Member("a", 32.0), Member("b", 16.0)]
+    assert efficiency(members, (32, 16), 0.25) == pytest.approx(0.8)
+    assert efficiency([*members, Member("c")], (16, 16, 16), 0.25) is None
+
+
+def test_machines_with_the_same_name_are_numbered():
+    found = with_own_names([Member("mac"), Member("mac"), Member("other"), Member("mac")])
+    assert [member.name for member in found] == ["mac", "mac (2)", "other", "mac (3)"]
