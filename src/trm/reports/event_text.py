@@ -72,7 +72,7 @@ _TEMPLATES: Mapping[str, str] = {
     ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
-    WeightsDiffered.name: "weights differed between machines; those of the run are used",
+    WeightsDiffered.name: "step {step}: weights differed between machines; those of the host are used",
     Advised.name: "{diagnosis}: {evidence} {advice}",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {

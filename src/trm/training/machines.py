@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from statistics import median
 
-from macbook_optimization.children import Send
+from macbook_optimization.children import Send, parent_is_gone
 from macbook_optimization.errors import DataError, RunError
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.backends.base import Backend, Learner, Program
@@ -156,6 +157,8 @@ def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, se
             return Membership(world, (), meeting, send=send)
         except PeerLost:  # the host forms another world
             meeting.close()
+            if parent_is_gone():
+                sys.exit(LOST_PEER)
 
 
 def _on_lost(seat: Seat, send: Send) -> Callable[[list[str]], None]:

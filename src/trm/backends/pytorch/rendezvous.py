@@ -16,12 +16,15 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from macbook_optimization.children import parent_is_gone
 from macbook_optimization.json_types import JsonObject
 from trm.backends.pytorch.watchdog import Watchdog
 from trm.backends.pytorch.world import GlooWorld, c10d, connect
 from trm.backends.world import Address, Member, OnLost, PeerLost
 
 POLL_SECONDS = 0.1
+NEWCOMERS_SECONDS = 0.5  # between two looks at who has arrived
+WAIT_SECONDS = 1.0  # for the host, between two checks whether anybody waits for this process
 SURVIVORS_SECONDS = 3.0  # to report after a connection was lost
 _WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a machine that is gone
 
@@ -91,6 +94,7 @@ class Host(_Meeting):
         )
         self.store.set("facts", json.dumps(facts))
         self.num_known = 0  # guests when the world was formed
+        self.asked_at = time.monotonic()
 
     def arrivals(self) -> int:
         """Return how many guests have arrived since the store was opened."""
@@ -98,7 +102,11 @@ class Host(_Meeting):
         return found
 
     def has_newcomers(self) -> bool:
-        """Return whether a guest has arrived since the world was formed."""
+        """Return whether a guest has arrived since the world was formed; the store is asked now and then."""
+        now = time.monotonic()
+        if now - self.asked_at < NEWCOMERS_SECONDS:
+            return False
+        self.asked_at = now
         return self.arrivals() > self.num_known
 
     def members(self, number: int, wait_seconds: float) -> list[Member]:
@@ -145,12 +153,13 @@ class Guest(_Meeting):
             raise PeerLost(f"{self.host} has ended this world") from error
 
     def _wait_for(self, key: str) -> None:
-        while True:
+        while not parent_is_gone():
             try:
-                self.store.wait([key], timedelta(seconds=self.timeout_seconds))
+                self.store.wait([key], timedelta(seconds=WAIT_SECONDS))
                 return
             except c10d.DistStoreError:  # not there yet
                 continue
+        raise PeerLost("the supervisor of this process has ended")
 
 
 def _beat(arrival: int) -> str:

@@ -1,0 +1,143 @@
+"""Addresses, seats and what a machine that joins accepts."""
+
+import json
+
+import pytest
+from tiny import run_config, sudoku_dataset
+
+from macbook_optimization.errors import ConfigError, DataError, RunError
+from trm.backends.world import Address
+from trm.config import RunConfig
+from trm.tasks.registry import load_task
+from trm.training.hosting import DEFAULT_PORT, listening, parse_address
+from trm.training.joining import guest_config
+from trm.training.machines import GUESTS, LOST, Seat, check_facts, facts_of, local_address
+from trm.training.start import open_splits
+
+SEAT = Seat(Address("127.0.0.1", 1), "studio", 60.0, descriptor=3, guests=2)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return sudoku_dataset(tmp_path_factory.mktemp("data") / "set")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1", Address("127.0.0.1", DEFAULT_PORT)),
+        ("192.168.2.1:4000", Address("192.168.2.1", 4000)),
+        ("[::1]:4000", Address("::1", 4000)),
+        ("::1", Address("::1", DEFAULT_PORT)),
+        ("fe80::1", Address("fe80::1", DEFAULT_PORT)),
+    ],
+)
+def test_an_address_may_have_a_port(text, expected):
+    assert parse_address(text, allow_public=False) == expected
+
+
+def test_an_address_is_written_as_it_is_read():
+    for address in (Address("10.0.0.1", 4000), Address("::1", 4000)):
+        assert parse_address(str(address), allow_public=False) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("8.8.8.8", "public address"),
+        ("0.0.0.0", "every interface"),
+        ("::", "every interface"),
+        ("no such host.invalid", "is not an address"),
+        ("10.0.0.1:port", "is not a port"),
+        ("10.0.0.1:70000", "is not a port"),
+    ],
+)
+def test_an_address_that_others_could_reach_is_refused(text, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_address(text, allow_public=False)
+
+
+def test_a_public_address_can_be_insisted_on_but_not_every_interface():
+    assert parse_address("8.8.8.8", allow_public=True).host == "8.8.8.8"
+    with pytest.raises(ConfigError, match="every interface"):
+        parse_address("0.0.0.0", allow_public=True)
+
+
+def test_a_host_listens_at_its_address_only_and_stops_at_the_end():
+    with listening("127.0.0.1:0", 5.0, allow_public=False) as hosting:
+        assert local_address(hosting.address) == "127.0.0.1"
+        other = Address("127.0.0.2", hosting.address.port)
+        with pytest.raises(ConnectionRefusedError):
+            local_address(other)
+        again = listening(str(hosting.address), 5.0, allow_public=False)
+        with pytest.raises(ConfigError, match="Cannot listen"), again:
+            pass
+    with pytest.raises(ConnectionRefusedError):
+        local_address(hosting.address)
+
+
+def test_a_seat_survives_the_way_to_the_trainer():
+    assert Seat.from_json(json.loads(json.dumps(SEAT.to_json()))) == SEAT
+
+
+class Log:
+    def __init__(self):
+        self.events = []
+        self.messages = []
+
+    def event(self, event):
+        self.events.append(event)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def test_a_supervisor_remembers_the_guests_and_records_who_was_lost():
+    log = Log()
+    with listening("127.0.0.1:0", 5.0, allow_public=False) as hosting:
+        assert hosting.receive([GUESTS, 2], log)
+        assert hosting.seat().guests == 2
+        assert hosting.receive([LOST, ["air"], "no sign of life for 5 s"], log)
+        assert not hosting.receive(["message", "text"], log)
+    assert log.events[0].machines == ["air"]
+    assert "Lost air (no sign of life for 5 s)" in log.messages[0]
+
+
+def facts_and_digests(config):
+    splits = open_splits(config, load_task(config.task))
+    digests = {name: dict(split.digests) for name, split in zip(("train", "test"), splits, strict=True)}
+    return json.loads(json.dumps(facts_of(config, digests, SEAT))), digests
+
+
+def test_a_guest_takes_the_recipe_of_the_host_and_the_plan_of_its_own_machine(dataset):
+    host = run_config(dataset, plan__micro_batch_size=3)
+    facts, digests = facts_and_digests(host)
+    config = guest_config(facts, ["plan.threads=2", "limits.memory_limit_mb=500"])
+    assert config.what_is_learned() == host.what_is_learned()
+    assert (config.plan.threads, config.plan.micro_batch_size) == (2, None)
+    check_facts(facts, config, digests)
+
+
+def test_a_guest_must_not_change_what_is_learned(dataset):
+    facts, _ = facts_and_digests(run_config(dataset))
+    with pytest.raises(ConfigError, match="the host decides what is learned"):
+        guest_config(facts, ["training.learning_rate=1"])
+
+
+def test_a_guest_runs_no_code_that_the_host_names(dataset):
+    facts, _ = facts_and_digests(run_config(dataset))
+    facts["recipe"]["task"] = "/tmp/task.py"
+    with pytest.raises(ConfigError, match="code of its user"):
+        guest_config(facts, [])
+
+
+def test_other_data_another_recipe_or_version_are_refused(dataset):
+    config = run_config(dataset)
+    facts, digests = facts_and_digests(config)
+    with pytest.raises(DataError, match="is not that of studio"):
+        check_facts(facts, config, {**digests, "test": {"inputs": "0" * 64}})
+    other = RunConfig.model_validate({**config.model_dump(), "seed": 5})
+    with pytest.raises(RunError, match="another recipe now"):
+        check_facts(facts, other, digests)
+    with pytest.raises(RunError, match="runs version 0"):
+        check_facts({**facts, "program": "0"}, config, digests)
