@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from trm.backends.pytorch.device import to_tensor
 from trm.backends.world import PeerLost
 
 c10d: Any = distributed  # its type hints lack most of what it has
 HANG_SECONDS = 3600.0  # until a process that lives but takes no part is given up; heartbeats find dead ones
 CLOSING_SECONDS = 30.0
+_CPU = torch.device("cpu")  # where gloo reads and writes
 
 
 def connect(store: Any, rank: int, size: int, address: str) -> Any:
@@ -51,7 +53,7 @@ class GlooWorld:
         return self.rank == self.writer
 
     def sum(self, message: Any) -> None:
-        shared = torch.from_numpy(message) if isinstance(message, np.ndarray) else message
+        shared = to_tensor(message, _CPU) if isinstance(message, np.ndarray) else message
         _wait(lambda: self.group.allreduce([shared]))
 
     def agree(self, wishes: Sequence[int]) -> list[int]:
