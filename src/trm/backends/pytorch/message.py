@@ -74,7 +74,7 @@ class StepMessage:
                 self.has_gradient[place] = True
 
     def set_gradients(self, parameters: Iterable[Tensor], rows: Tensor | None) -> None:
-        """Let the optimizer read the message; a weight that the objective does not depend on has no gradient."""
+        """Let the optimizer read the message. A weight that no loss depends on has no gradient."""
         for parameter, gradient, known in zip(parameters, self.weights, self.has_gradient, strict=True):
             parameter.grad = gradient.to(parameter) if known else None
         if rows is not None:
