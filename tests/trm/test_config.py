@@ -9,6 +9,7 @@ import yaml
 from macbook_optimization.errors import ConfigError
 from trm.config import (
     CurriculumConfig,
+    DecoderConfig,
     ModelConfig,
     PlateauConfig,
     RunConfig,
@@ -39,13 +40,38 @@ def test_every_shipped_recipe_is_valid(name):
     assert isinstance(load_config(name), RunConfig)
 
 
-def test_a_recipe_is_unchanged_by_writing_and_reading_it():
-    config = load_config("sudoku-6x6")
+@pytest.mark.parametrize("name", ["sudoku-6x6", "text-1b"])
+def test_a_recipe_is_unchanged_by_writing_and_reading_it(name):
+    config = load_config(name)
     assert config_from_text(config.to_yaml(), "again") == config
 
 
 def test_an_unknown_key_gets_a_suggestion():
     assert "did you mean hidden_size?" in problems_of(MINIMAL, "model.hiden_size=256")
+
+
+def test_a_key_of_the_other_kind_of_model_is_named_as_such():
+    decoder = "task: text\ndata: {path: somewhere}\nmodel: {kind: decoder}\n"
+    assert "model.H_cycles is a key of model.kind=trm" in problems_of(decoder, "model.H_cycles=3")
+    assert "model.num_kv_heads is a key of model.kind=decoder" in problems_of(MINIMAL, "model.num_kv_heads=2")
+    assert "did you mean num_layers?" in problems_of(decoder, "model.num_layer=2")
+    assert "it should be 'trm' or 'decoder'" in problems_of(MINIMAL, "model.kind=decoders")
+
+
+def test_a_decoder_has_defaults_of_its_own():
+    config = config_from_text("task: text\ndata: {path: somewhere}\nmodel: {kind: decoder}\n", "recipe")
+    training = config.training
+    assert (training.supervision, training.optimizer) == ("terminal", "adamw")
+    assert training.loss == "softmax_cross_entropy"
+    assert config.model.kv_heads == config.model.num_heads
+    assert config.model.inner_size == 1024  # 8/3 of 384
+
+
+@pytest.mark.parametrize("hidden_size", [16, 48, 96, 512])
+def test_a_decoder_of_another_width_is_a_valid_one(hidden_size):
+    for name in ("text-char", "text-1b"):
+        model = load_config(name).model
+        DecoderConfig.model_validate({**model.model_dump(), **model.resized(hidden_size)})
 
 
 def test_a_key_in_the_wrong_section_gets_a_suggestion():
@@ -383,6 +409,17 @@ KEYS = [
 def test_every_numeric_key_is_tested():
     assert len(KEYS) > 40
     assert {"seed", "model.hidden_size", "limits.memory_limit_mb", "data.build.size"} <= set(KEYS)
+
+
+@pytest.mark.parametrize("key", numeric_keys(DecoderConfig, "model."))
+@pytest.mark.parametrize("value", NASTY)
+def test_a_number_of_a_decoder_out_of_range_is_refused_too(key, value):
+    accepted = {"null": ("model.num_kv_heads", "model.intermediate_size"), "0": ("model.dropout",)}
+    if key in accepted.get(value, ()):
+        assert load_config("text-char", [f"{key}={value}"]).model.kind == "decoder"
+        return
+    with pytest.raises(ConfigError, match=key.split(".")[-1]):
+        load_config("text-char", [f"{key}={value}"])
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1,5 +1,7 @@
 """Optimizers of large models, and gradients that are not kept."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,21 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     assert found.loss == pytest.approx(expected.loss, rel=1e-2)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
     assert {each.dtype for each in learner.parameters.values()} == {torch.bfloat16}
+
+
+def test_bfloat16_weights_are_computed_with_in_float32_where_that_is_the_precision():
+    """The loss and the gradients are those of a model with the same, rounded weights in float32."""
+    rounded = make(decoder_config(weights_dtype="bfloat16", tie_embeddings=False), precision="float32")
+    wide = make(decoder_config(tie_embeddings=False))
+    with torch.no_grad():
+        for name, weight in rounded.parameters.items():
+            wide.parameters[name].copy_(weight)
+    found, expected = (
+        each.step(text_batch(), replace(SETTINGS, learning_rate=0.0), lambda done: 6)
+        for each in (rounded, wide)
+    )
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
 
 
 def test_clipping_scales_sums_as_it_scales_gradients():

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from macbook_optimization.errors import CompilationError
 from trm.arrays import IntArray
-from trm.backends.pytorch.fused import normalized, rotated, swiglu
-from trm.backends.pytorch.layers import Generator, linear
+from trm.backends.pytorch.fused import converting_linear, normalized, rotated, swiglu
+from trm.backends.pytorch.layers import Generator
 from trm.backends.pytorch.losses import SlotLosses, decoder_losses
 from trm.backends.pytorch.model import rotary_angles
 from trm.config import DecoderConfig, TrainingConfig
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, angles: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
         B, L, D = x_BLD.shape
-        heads = linear(x_BLD, self.qkv_proj.weight).view(B, L, -1, self.head_size).transpose(1, 2)
+        heads = converting_linear(x_BLD, self.qkv_proj.weight).view(B, L, -1, self.head_size).transpose(1, 2)
         turned = rotated(heads[:, : self.num_heads + self.kv_heads], *angles)
         query, key = torch.split(turned, [self.num_heads, self.kv_heads], dim=1)
         value = heads[:, self.num_heads + self.kv_heads :]
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         if shared > 1:  # `enable_gqa` is newer than the oldest supported version
             key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=L > 1)
-        return linear(mixed.transpose(1, 2).reshape(B, L, D), self.o_proj.weight)
+        return converting_linear(mixed.transpose(1, 2).reshape(B, L, D), self.o_proj.weight)
 
 
 class FeedForward(nn.Module):
@@ -108,6 +108,9 @@ class FeedForward(nn.Module):
         self.down_proj = Matrix(config.hidden_size, config.inner_size, config, generator)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        if self.down_proj.weight.dtype != x_BLD.dtype:
+            gate, up = converting_linear(x_BLD, self.gate_up_proj.weight).chunk(2, dim=-1)
+            return converting_linear(F.silu(gate) * up, self.down_proj.weight)
         flat = x_BLD.reshape(-1, x_BLD.shape[-1])
         return swiglu(flat, self.gate_up_proj.weight, self.down_proj.weight, dim=1).view_as(x_BLD)
 
@@ -226,7 +229,7 @@ class Decoder(nn.Module):
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return linear(hidden, head.weight)
+        return converting_linear(hidden, head.weight)
 
     def losses(
         self, taken: MicroBatch, settings: StepSettings, training: TrainingConfig

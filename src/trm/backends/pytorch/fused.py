@@ -62,6 +62,22 @@ def _weight_gradient(d_out: Tensor, x: Tensor, dim: int) -> Tensor:
     return torch.mm(d_out, x.T) if dim == 0 else torch.mm(d_out.T, x)
 
 
+class _Linear(torch.autograd.Function):
+    """A product with a weight of another precision, which is converted in both passes and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = gradients
+        x, weight = ctx.saved_tensors
+        d_weight = torch.mm(d_out.flatten(0, -2).T, x.flatten(0, -2)).to(weight.dtype)
+        return torch.matmul(d_out, weight.to(x.dtype)), d_weight
+
+
 class _AddAndNormalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Tensor, dim: int, eps: float) -> Tensor:
@@ -171,6 +187,14 @@ def _unpooled(hidden: Tensor) -> Tensor:
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool = _unpooled) -> Tensor:
     weights = gate_up.to(x.dtype), down.to(x.dtype)
     result: Tensor = _SwiGLU.apply(x, *weights, dim, pool)  # type: ignore[no-untyped-call]
+    return result
+
+
+def converting_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `F.linear`; a weight of another precision is not kept in that of the activations."""
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight)
+    result: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
     return result
 
 
