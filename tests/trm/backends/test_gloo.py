@@ -173,7 +173,7 @@ def test_a_watchdog_names_who_shows_no_sign_of_life(silent):
         lost.extend(names)
         reported.set()
 
-    watchdog = Watchdog(store, "own", "the host", 0.5, on_lost)
+    watchdog = Watchdog(store, "own", "the host", 1.0, on_lost)
     watchdog.start()
     watchdog.watch({"other": "a guest"})
     for _ in range(10):

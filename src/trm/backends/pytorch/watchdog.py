@@ -73,11 +73,17 @@ class Watchdog:
             if now - before > self.timeout_seconds / 2:  # this process was frozen, or the machine slept
                 self._seen = dict.fromkeys(self._seen, now)
             before = now
-            names = {self.key: self.host, **self.peers}
-            silent = [name for key, name in names.items() if now - self._seen[key] > self.timeout_seconds]
-            if silent:
+            if silent := self._silent(now):
                 self._report(silent)
                 return
+
+    def _silent(self, now: float) -> list[str]:
+        """Return who is lost. While the store does not answer, nothing is known about the others."""
+        answered = self._seen[self.key]
+        if now - answered > self.timeout_seconds:
+            return [self.host]
+        late = (key for key in self.peers if answered - self._seen[key] > self.timeout_seconds)
+        return [self.peers[key] for key in late]
 
     def _report(self, names: list[str]) -> None:
         if not self._stopped.is_set():
