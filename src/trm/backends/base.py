@@ -25,6 +25,7 @@ from trm.config import AnyModelConfig, RunConfig, TrainingConfig, did_you_mean
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
 
+EXCHANGE = "exchange"  # what a step spends on the message between ranks, and on waiting for slower ones
 Weights: TypeAlias = dict[str, Any]  # name -> tensor of the backend
 TensorGroups: TypeAlias = dict[str, Weights]  # file name of a checkpoint -> its tensors
 
@@ -67,7 +68,7 @@ class StepResult:
     exact: BoolArray  # (N,) per slot, of all ranks
     num_exact: int  # slots of all ranks that were answered exactly
     halt_margins: Float32Array  # (N,) positive where the slot wants to halt
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of forward, backward, optimizer, waiting
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of forward, backward, optimizer, exchange
 
 
 @dataclass(frozen=True, slots=True)

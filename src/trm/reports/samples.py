@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
+from trm.backends.base import EXCHANGE
 from trm.config import RunConfig
 from trm.planning.warmup import BACKWARD_CYCLES
 from trm.runs.rows import Row, number
@@ -41,8 +42,10 @@ class Sample:
 
     @property
     def is_mostly_steps(self) -> bool:
-        """Whether the row's CPU time is that of training steps, not of an evaluation or a pause."""
-        return sum(self.spent.values()) < 1.2 * self.seconds
+        """Whether the row's CPU time is that of training steps, not of an evaluation, a pause, or waiting for
+        other machines."""
+        is_steps = sum(self.spent.values()) < 1.2 * self.seconds
+        return is_steps and self.spent.get(EXCHANGE, 0.0) < 0.2 * self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.errors import ConfigError, MemoryBudgetError
@@ -129,7 +128,7 @@ def _run(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
 
     arguments = {
         "config": guest.config.model_dump(mode="json"),
-        "run": str(Path(f"of {guest.host}")),  # for messages: nothing is written here
+        "run": f"the run of {guest.host}",  # for messages: nothing is written here
         "start": {"limits": asdict(Limits()), "quiet": False, "seat": seat.to_json()},
         "verified": {name: dict(digests) for name, digests in guest.verified.items()},
     }

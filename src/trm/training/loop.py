@@ -126,7 +126,7 @@ class Trainer:
         self.best.restore(saved.best)
         if self.best.row is None:  # evaluations with other settings are not comparable
             self.state.early_stopping = EarlyStopping()
-        changes = self.state.changes_since(saved)
+        changes = self.state.changes_since(saved) if self.log.writes else []  # of the host's plan
         self.log.event(Resumed(checkpoint.step, changes))
         with_changes = f" ({', '.join(changes)})" if changes else ""
         self.log.message(f"Resuming {self.log.run.path} after step {checkpoint.step}{with_changes}.")

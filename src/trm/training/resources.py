@@ -26,7 +26,7 @@ from macbook_optimization.memory_management import (
 )
 from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, RunningClock
 from macbook_optimization.throttling import TimedStep
-from trm.backends.base import StepResult
+from trm.backends.base import EXCHANGE, StepResult
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.runs.events import (
@@ -263,7 +263,7 @@ class StepTook:
 
     def without_waiting(self, result: StepResult) -> StepTook:
         """Return what this rank's own computations took."""
-        waited = result.seconds.get("waiting", 0.0)
+        waited = result.seconds.get(EXCHANGE, 0.0)
         return replace(self, wall_seconds=max(self.wall_seconds - waited, 1e-9))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import Program, StepResult, StepSettings
+from trm.backends.base import EXCHANGE, Program, StepResult, StepSettings
 from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import prepare, to_array, to_tensor
 from trm.backends.pytorch.gradients import gradient_stream
@@ -274,7 +274,7 @@ class _Times:
     def __init__(self) -> None:
         self.started = self.computed = time.monotonic()
         self.forward = self.backward = 0.0
-        self.waited = 0.0  # for other ranks
+        self.waited = 0.0  # for other ranks and their message
 
     def add(self, computed: _Computed) -> None:
         self.forward += computed.forward_seconds
@@ -285,7 +285,7 @@ class _Times:
         forward = passed * self.forward / max(self.forward + self.backward, 1e-9)
         optimizer = time.monotonic() - self.computed - self.waited
         shares = {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
-        return {**shares, "waiting": self.waited} if self.waited else shares
+        return {**shares, EXCHANGE: self.waited} if self.waited else shares
 
 
 def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:
