@@ -20,7 +20,7 @@ from macbook_optimization.errors import CompilationError
 from trm.arrays import IntArray
 from trm.backends.pytorch.fused import converting_linear, normalized, rotated, swiglu
 from trm.backends.pytorch.layers import Generator
-from trm.backends.pytorch.losses import SlotLosses, decoder_losses
+from trm.backends.pytorch.losses import LOGITS_AT_A_TIME, SlotLosses, decoder_losses
 from trm.backends.pytorch.model import rotary_angles
 from trm.config import DecoderConfig, TrainingConfig
 from trm.slots import random_words
@@ -37,7 +37,7 @@ def _normal(*shape: int, std: float, generator: Generator, dtype: torch.dtype) -
     """Draw before rounding, so that a seed means the same model in either precision of the weights."""
     if generator is None:
         return torch.empty(*shape, device="meta", dtype=dtype)
-    return (std * torch.randn(*shape, generator=generator)).to(dtype)
+    return torch.randn(*shape, generator=generator).mul_(std).to(dtype)
 
 
 class Matrix(nn.Module):
@@ -240,7 +240,9 @@ class Decoder(nn.Module):
             dropout = Dropout(self.config.dropout, taken.noise_seeds)
         hidden = self(taken.inputs, dropout)
         smoothing = training.label_smoothing if settings.label_smoothing is None else settings.label_smoothing
-        return decoder_losses(self.token_logits, hidden, taken.labels, training.loss, smoothing), None
+        at_a_time = max(1, LOGITS_AT_A_TIME // self.data.num_outputs)
+        losses = decoder_losses(self.token_logits, hidden, taken.labels, training.loss, smoothing, at_a_time)
+        return losses, None
 
     def compile_for(self, precision: str, batch_size: int, threads: int) -> None:
         raise CompilationError("A decoder is not compiled; its layers differ in their weights.")

@@ -99,20 +99,21 @@ def decoder_losses(
     labels_BL: Tensor,
     loss: str,
     smoothing: float = 0.0,
-    logits_at_a_time: int = LOGITS_AT_A_TIME,
+    positions_at_a_time: int = 2**20,
 ) -> SlotLosses:
-    """Return the losses of a decoder, a few positions at a time.
+    """Return the losses of a decoder, some positions at a time.
 
     The logits of a whole micro-batch would take more memory than the model where the vocabulary is large.
     Those of a chunk are computed again in the backward pass instead of being kept.
     """
     labelled = labels_BL != IGNORE_LABEL
     counts = labelled.sum(-1)
-    hidden, labels = hidden_BLD[labelled], labels_BL[labelled]
-    with torch.no_grad():
-        vocabulary = logits_of(hidden[:1]).shape[-1]
-    size = max(1, logits_at_a_time // vocabulary)
-    parts = list(zip(torch.split(hidden, size), torch.split(labels, size), strict=True))
+    if bool(labelled.all()):  # as in all of training: nothing has to be copied
+        hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
+    else:
+        hidden, labels = hidden_BLD[labelled], labels_BL[labelled]
+    pairs = (torch.split(each, positions_at_a_time) for each in (hidden, labels))
+    parts = list(zip(*pairs, strict=True))
 
     def of_chunk(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits_of(hidden_ND)
