@@ -90,7 +90,7 @@ def test_the_outcome_of_training_is_available_as_json(workspace):
 def test_runs_are_listed(workspace):
     (found,) = json.loads(ok("runs", ".", "--json", cwd=workspace))
     assert (found["path"], found["task"], found["step"], found["max_steps"]) == ("run", "sudoku", 40, 40)
-    assert "run  sudoku  done  step 40/40" in ok("runs", ".", cwd=workspace)
+    assert "run  sudoku  finished  step 40/40" in ok("runs", ".", cwd=workspace)
     assert "There are no runs" in ok("runs", cwd=workspace)
     assert ok("runs", "run", cwd=workspace) == ok("runs", ".", cwd=workspace)
 

@@ -58,7 +58,7 @@ class Outcome:
     seconds: float
     best: JsonObject | None
     target: float | None
-    slots_per_second: float | None = None  # of this machine's own compute
+    slots_per_second: float | None = field(default=None, compare=False)  # of this machine's own compute
 
 
 def describe_early_stop(state: TrainingState, best: BestSoFar) -> str:
