@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from macbook_optimization.json_types import JsonMapping
 from trm.runs.directory import Run
@@ -131,20 +132,15 @@ class History:
             return
         if self.recent and _goes_back(self.recent[-1], row):  # resumed from before
             self.train.forget_from("step", step)
-            self._count_as_repeated(row)
+            self._count_as_repeated(partial(_is_lost, row))
         self.recent.append(row)
         self.train.add(row)
         self._add_spent(row, sign=1)
         self._counted.append(row)
 
-    def _count_as_repeated(self, row: Row) -> None:
-        """Take back the time of rows that a crash lost.
-
-        The training time goes on from that of the checkpoint, where this row begins: what was recorded with a
-        later one is repeated from here on.
-        """
-        begin = number(row.get("seconds")) - sum(_spent_of(row).values())
-        while self._counted and number(self._counted[-1].get("seconds")) > begin:
+    def _count_as_repeated(self, is_lost: Callable[[Row], bool]) -> None:
+        """Take back the time of rows that a crash lost."""
+        while self._counted and is_lost(self._counted[-1]):
             lost = self._counted.pop()
             self._add_spent(lost, sign=-1)
             self.repeated_seconds += sum(_spent_of(lost).values())
@@ -194,6 +190,19 @@ def _goes_back(before: Row, row: Row) -> bool:
     """Whether a row follows a crash. Its step may be beyond the lost ones, as it reports several at once."""
     is_earlier = number(row.get("seconds")) < number(before.get("seconds"))
     return is_earlier or not number(before.get("step")) < number(row.get("step"))
+
+
+def _is_lost(resumed: Row, earlier: Row) -> bool:
+    """Whether an earlier row has steps that are repeated in a row from which a resumed run goes on.
+
+    Earlier versions did not record how many steps a row has. Its time then shows where it began, roughly: the
+    activities of a row take a little longer than its steps.
+    """
+    num_steps = number(resumed.get("num_steps"))
+    if math.isfinite(num_steps):
+        return number(earlier.get("step")) > number(resumed.get("step")) - num_steps
+    began = number(resumed.get("seconds")) - sum(_spent_of(resumed).values())
+    return number(earlier.get("seconds")) > began
 
 
 def _largest(known: float, *claimed: object) -> float:

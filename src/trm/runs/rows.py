@@ -39,6 +39,7 @@ class TrainRow:
     max_length: int | None = None  # to which rows are cut; absent without `training.adaptive_min_length`
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last row, by activity
     by_cycles: Mapping[str, tuple[int, float]] | None = None  # steps and their seconds, if depths differ
+    num_steps: int | None = None  # that this row is the average of; earlier versions did not record it
 
     def to_json(self) -> Row:
         facts = {name: value for name, value in asdict(self).items() if value is not None}

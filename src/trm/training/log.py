@@ -189,6 +189,7 @@ class StepMetrics:
             max_length=self.timing.max_length,
             spent={activity: round(seconds, 6) for activity, seconds in self.log.spent.items()},
             by_cycles=self._by_cycles(),
+            num_steps=len(self.results),
         )
         self.log.spent.clear()
         self.log.row(row)
