@@ -77,6 +77,7 @@ def test_mutations_of_real_mail_have_a_verdict(tally, full):
     assert check(mutated(count, messages), tally("mutations of real mail")) == count
 
 
+@pytest.mark.slow
 def test_the_torture_set_has_verdicts(tally, tmp_path):
     archive = SHARED / "email_torture.tar.xz"
     if not archive.exists():

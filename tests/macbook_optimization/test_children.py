@@ -100,6 +100,7 @@ def test_the_exit_of_a_library_keeps_its_last_line_of_output():
     assert (caught.value.code, caught.value.traceback_shown) == (1, False)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_killed_after_its_timeout():
     started = time.monotonic()
     with pytest.raises(ChildDied, match="took too long") as caught:

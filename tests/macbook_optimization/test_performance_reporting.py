@@ -53,6 +53,7 @@ def test_the_benchmark_trains_and_measures(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_cannot_train_gives_the_reason(tmp_path):
     benchmark = PerformanceBenchmark()
     with pytest.raises(LaptopError, match="could not train: There is no dataset at") as caught:
@@ -208,6 +209,7 @@ def test_small_growth_is_not_a_leak():
     assert leaks(creep, window=200, min_growth_mb=5) == []  # two such windows are not full yet
 
 
+@pytest.mark.slow
 def test_without_a_value_the_detector_measures_this_process():
     detector = MemoryLeakDetector(window=5, min_growth_mb=50)
     assert all(detector.check_for_leaks(step) is None for step in range(9))

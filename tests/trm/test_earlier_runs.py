@@ -151,6 +151,7 @@ def test_an_earlier_run_resumes_to_the_state_it_reached_then(earlier, name):
     assert now.metadata["data"] == then.metadata["data"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["candidates", "neighbourhood"])
 def test_the_best_evaluation_of_an_earlier_run_stays_the_best_when_it_is_resumed(earlier, name):
     """Step 20 is not better than step 10, whose row has the earlier keys."""

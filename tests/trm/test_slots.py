@@ -63,6 +63,7 @@ def test_the_example_of_a_slot_does_not_depend_on_the_other_slots():
         assert ours.examples(slots_at(others))[0][slot] == together[slot]
 
 
+@pytest.mark.slow
 @given(
     shares=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     num_groups=st.integers(1, 40),

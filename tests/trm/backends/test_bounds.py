@@ -38,6 +38,7 @@ def test_weights_and_latents_are_counted_without_building_the_model(variant):
     assert count_latents(network.config, SPEC) == network.start(1).numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_deep_model_keeps_for_the_backward_pass_follows_from_small_ones(variant):
     config = model_config(**{**VARIANTS[variant], "L_layers": 3, "H_layers": 3, "L_cycles": 4})

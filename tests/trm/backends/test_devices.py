@@ -68,6 +68,7 @@ def calls_of_torch(source: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_only_the_device_module_makes_tensors_of_arrays():
     """A tensor that another module makes would stay on the CPU."""
     files = {

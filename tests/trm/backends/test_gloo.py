@@ -163,6 +163,7 @@ class Counters:
         return self.counts[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["peer", "host"])
 def test_a_watchdog_names_who_shows_no_sign_of_life(silent):
     store = Counters()

@@ -77,6 +77,7 @@ def test_the_forward_pass_equals_the_reference(variant):
         np.testing.assert_allclose(expected[2], halting[slot], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "loss"),
     [*((name, "stablemax_cross_entropy") for name in VARIANTS), ("mixer", "softmax_cross_entropy")],
@@ -117,6 +118,7 @@ def test_a_row_without_labels_has_a_halting_loss_only_and_is_not_exact():
     assert not result.exact[2]
 
 
+@pytest.mark.slow
 def test_the_sign_of_its_gradient_moves_each_puzzle_row():
     config = model_config(puzzle_emb_ndim=12, puzzle_emb_len=2)
     training = training_config(puzzle_emb_weight_decay=0.5)

@@ -132,6 +132,7 @@ def test_padding_changes_neither_gradients_nor_updated_weights_in_float64(varian
         torch.testing.assert_close(whole.parameters[name], parameter, rtol=0, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     variant=st.sampled_from(sorted(ATTENTION)),

@@ -217,6 +217,7 @@ def test_a_dataset_of_another_task_is_refused_with_its_path(invoke, sudoku_run, 
     assert "--data" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_one_example_and_one_task_are_singular(invoke, sudoku_run, tmp_path):
     assert "on 1 test example of" in invoke("eval", sudoku_run, "--examples", 1).stdout
     assert "on 2 test examples of" in invoke("eval", sudoku_run, "--examples", 2).stdout

@@ -28,7 +28,7 @@ def test_a_finished_run_is_trained_longer_with_one_command(workspace):
     assert "Training run from step 20 to step 24" in longer.stderr
     assert longer.stdout.startswith("Trained all steps after step 24,")
     assert longer.stdout.endswith("To train it longer: trm train run --more-steps N\n")
-    assert "run  sudoku  done  step 24/24" in trm("runs", ".", cwd=workspace).stdout
+    assert "run  sudoku  finished  step 24/24" in trm("runs", ".", cwd=workspace).stdout
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ def predict(given, *options):
     return subprocess.run(command, input=given, capture_output=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_bad_lines_are_reported_by_number_in_the_input():
     done = predict(b"12\n\n\xff\x00\x1b[31m\n" + b"1" * (3 << 20) + b"\n")
     assert done.returncode == 1
@@ -27,6 +28,7 @@ def test_bad_lines_are_reported_by_number_in_the_input():
     assert error == "error: 3 of 3 puzzles could not be read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [b"", b"\n \n"])
 def test_an_empty_input_is_an_error(given):
     done = predict(given, "--json")
@@ -34,6 +36,7 @@ def test_an_empty_input_is_an_error(given):
     assert done.stderr == b"error: There was no puzzle on standard input\n"
 
 
+@pytest.mark.slow
 def test_an_argument_that_is_not_text_is_refused():
     done = subprocess.run([TRM, "predict", RUN, b"\xff" * 16], capture_output=True, timeout=60)
     assert done.returncode == 1

@@ -113,6 +113,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_be_read_is_reported_and_the_others_are_listed(installed):
     trm, directory = installed
     for name, (content, _) in BROKEN.items():

@@ -20,6 +20,7 @@ def shell(script, cwd, *arguments):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirection", "code", "reason"),
     [
@@ -50,6 +51,7 @@ def test_help_that_cannot_be_written_is_one_error_line(setting, arguments, tmp_p
     assert done.stderr == "error: Cannot write to standard output: Bad file descriptor\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "arguments"), [("", RUNS), (UNBUFFERED, RUNS), (UNBUFFERED, ("--help",))]
 )

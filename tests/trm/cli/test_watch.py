@@ -49,6 +49,7 @@ def test_one_frame_as_json(finished):
     assert facts["primary_metric"] == "exact_accuracy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_a_locale_without_unicode_and_any_width(finished, columns):
     environment = {

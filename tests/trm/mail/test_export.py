@@ -28,6 +28,7 @@ from trm.tasks.documents.mailboxes import Message
 LETTERS = [letter(category, number, 3) for category in TOPICS for number in range(8)]
 
 
+@pytest.mark.slow
 def test_three_lines_of_python_use_an_exported_model(trained, tmp_path):
     export_model(load_mail(trained[0]).model, tmp_path / "model", ExportOptions())
     (tmp_path / "message.eml").write_bytes(LETTERS[0])

@@ -158,6 +158,7 @@ def unseen(tmp_path_factory):
     return mailbox
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_mailbox(trained, unseen, tmp_path):
     page = tmp_path / "page.html"
     facts = json.loads(evaluate_command(trained[0], unseen, "--json", "--html", page, "--jobs", 1))

@@ -42,6 +42,7 @@ def test_the_report_compares_with_the_baseline_on_the_same_messages(trained):
     json.dumps(report.to_json())
 
 
+@pytest.mark.slow
 def test_training_twice_gives_the_same_files(trained, tmp_path):
     mailbox = write_mailbox(tmp_path / "mailbox")
     train_mail([mailbox], tmp_path / "again", MailOptions(jobs=2), Recorder())
@@ -73,6 +74,7 @@ def test_damaged_files_are_refused(trained, tmp_path):
         load_model(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_one_category_is_not_enough(tmp_path):
     shutil.rmtree(write_mailbox(tmp_path / "mailbox") / "spam")
     shutil.rmtree(tmp_path / "mailbox" / "work")
@@ -120,6 +122,7 @@ def test_a_report_says_why_every_answer_is_unsure(trained):
     assert "Every answer is unsure: no confidence keeps the error budget." in report.text()
 
 
+@pytest.mark.slow
 def test_a_mapping_of_a_mailbox_is_written_once_and_can_be_trained_with(tmp_path):
     mailbox = write_mailbox(tmp_path / "mailbox")
     out = tmp_path / "mapping.yaml"
@@ -153,6 +156,7 @@ def test_a_category_of_copies_can_be_trained(tmp_path):
     assert model.categories == ("copies", "others")
 
 
+@pytest.mark.slow
 def test_words_that_are_too_rare_are_reported(tmp_path):
     mailbox = write_mailbox(tmp_path / "mailbox")
     with pytest.raises(DataError, match="No word occurs in 900 messages"):
@@ -191,6 +195,7 @@ def test_an_unfinished_training_is_not_continued_with_other_input(trained, tmp_p
     assert (run / "mail" / "mail.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_small_mailbox_gets_the_linear_path_and_is_told_so(tmp_path):
     display = Recorder()
     options = MailOptions(network=NetworkOptions())

@@ -171,6 +171,7 @@ def test_no_mail_command_opens_a_network_connection(guarded, tmp_path):
     trm("mapping", "mail", "--out", "mapping.yaml")
     trm("export", "run", "exported")
     trm("learn", "run", "spam", letter)
+    trm("corrections", "run")
     trm("forget", "run", letter)
     trm("eval", "run", "mail", "--html", "eval.html")
     trm("sort", "run", "mail", "--out", "sorted")

@@ -186,6 +186,7 @@ def test_damaged_corrections_are_an_answer_not_an_end(shared):
     assert [ask(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
 
 
+@pytest.mark.slow
 def test_a_server_without_requests_ends(trained):
     with running(trained[0], ServerLimits(idle_seconds=0.3)) as (path, _, thread):
         assert ask(path, MESSAGES[0], "-").category == "work"

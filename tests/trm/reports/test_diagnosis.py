@@ -231,6 +231,7 @@ def test_a_loss_that_rises_again_is_unstable(told):
     assert "rose from 0.2 to 1.5" in finding.evidence
 
 
+@pytest.mark.slow
 def test_a_loss_that_rises_with_the_depth_is_not_unstable(tmp_path):
     deeper = story(tmp_path, **TERMINAL)
     assert deeper.tell(60) == []
@@ -386,6 +387,7 @@ RESOURCE_FIELDS = st.sampled_from(["time", "cpu_percent", "rss_bytes", "process_
 VALUES = st.sampled_from([None, "x", "", -3, 0, 3, math.nan, math.inf, 1e308, [], ["x"], True, {"data": "x"}])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.dictionaries(TRAIN_FIELDS, VALUES, max_size=4), st.dictionaries(RESOURCE_FIELDS, VALUES, max_size=4)

@@ -78,6 +78,7 @@ def test_a_finished_run_is_described(run):
     assert "set by hand" in text
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_and_runs_nothing(run):
     page = Page(page_of(run))
     assert "script" not in page.tags
@@ -87,6 +88,7 @@ def test_the_page_loads_nothing_and_runs_nothing(run):
     assert references <= set(page.ids)
 
 
+@pytest.mark.slow
 def test_the_page_is_small_and_the_same_every_time(run):
     first = page_of(run)
     assert first == page_of(run)
@@ -117,6 +119,7 @@ def test_a_run_that_did_not_record_its_time_says_so(run):
     assert "The run did not record it." in page_of(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", FILES)
 def test_any_file_may_be_missing(run, missing):
     (run.path / missing).unlink()
@@ -371,6 +374,7 @@ def command(*words):
     return CliRunner().invoke(cli, ["report", *map(str, words)], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page(run):
     done = command(run.path, "--no-examples")
     assert done.exit_code == 0

@@ -70,6 +70,7 @@ def assert_same_end(one, other):
             assert torch.equal(tensor, second[group][name]), f"{group} {name}"
 
 
+@pytest.mark.slow
 def test_embeddings_start_from_cooccurrence_and_everything_else_from_the_seed(tmp_path, dataset):
     config = short(dataset, initial_embeddings="cooccurrence")
     display = Recorder()
@@ -93,6 +94,7 @@ def test_embeddings_start_from_cooccurrence_and_everything_else_from_the_seed(tm
     assert not any(moment.any() for moment in start["optimizer"].values())
 
 
+@pytest.mark.slow
 def test_embeddings_are_computed_once(tmp_path, dataset, monkeypatch):
     config = short(dataset, initial_embeddings="cooccurrence")
     run(config, tmp_path / "whole")

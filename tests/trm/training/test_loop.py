@@ -59,6 +59,7 @@ def assert_same_up_to_rounding(one, other):
         torch.testing.assert_close(second[1]["weights"][name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 @pytest.mark.parametrize("stop_at", [1, 7, 10])
 def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision, stop_at):
@@ -136,6 +137,7 @@ PHASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 def test_phases_are_a_function_of_the_step_alone(tmp_path, dataset, supervision):
     config = run_config(
@@ -184,6 +186,7 @@ def test_a_listed_run_took_as_long_as_training_said(tmp_path, dataset):
     assert listed.seconds == Run(tmp_path / "run").rows()[-1]["seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 5])
@@ -252,6 +255,7 @@ def test_a_run_stops_at_its_target(tmp_path, dataset):
     assert (outcome.reason, outcome.step) == ("target", 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.0, None])
 def test_an_interrupted_evaluation_is_repeated(tmp_path, dataset, target):
     """Whether a run stops at its target must not depend on when Ctrl-C was pressed."""
@@ -361,6 +365,7 @@ def test_a_recipe_edited_by_hand_is_refused(tmp_path, dataset):
         run(edited, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_resumed(tmp_path, dataset):
     config = run_config(dataset, checkpoints={"every_steps": 3})
     run(config, tmp_path / "whole")
@@ -454,6 +459,7 @@ def test_a_run_with_an_unreadable_recipe_is_listed_with_what_is_known_of_it(tmp_
     assert "recipe.yaml" in found.problem
 
 
+@pytest.mark.slow
 def test_deterministic_runs_are_equal_bit_for_bit(tmp_path, dataset):
     config = run_config(dataset, training__deterministic=True, model__puzzle_emb_ndim=8)
     run(config, tmp_path / "a")

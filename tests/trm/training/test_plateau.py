@@ -80,6 +80,7 @@ def lowered(path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervision", ["deep", "terminal"])
 def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision):
     """Stops before, at and after an evaluation."""
@@ -92,6 +93,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path, dataset, supervision):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_a_lost_checkpoint_repeats_the_evaluations_and_their_decisions(tmp_path, dataset):
     config = plateau_config(dataset, checkpoints={"every_steps": 4, "keep": 9})
     run(config, tmp_path / "whole")
@@ -119,6 +121,7 @@ def test_a_lower_learning_rate_is_used_recorded_and_shown(tmp_path, dataset):
     assert len(shown) == 3
 
 
+@pytest.mark.slow
 def test_the_evaluation_at_the_end_does_not_count(tmp_path, dataset):
     """A longer run would not have made it, and more steps must give the same run."""
     config = plateau_config(dataset, every=8, training__learning_rate=1e-9)

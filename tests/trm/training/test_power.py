@@ -303,6 +303,7 @@ class HotAndLow(Sensor):
         super().__init__(PowerSpecs(True, 5.0), HOT)
 
 
+@pytest.mark.slow
 def test_a_run_saves_before_it_cools_and_when_the_battery_is_low(tmp_path, dataset, monkeypatch):
     monkeypatch.setattr(resources, "PowerMonitor", HotAndLow)
     config = run_config(

@@ -140,6 +140,7 @@ def test_nothing_is_saved_while_steps_are_skipped(tmp_path, dataset, poison):
     assert Run(tmp_path / "run").checkpoints().newest_intact().step == 9
 
 
+@pytest.mark.slow
 def test_a_stop_between_skipped_steps_does_not_change_the_target_of_the_rollback(tmp_path, dataset, poison):
     config = run_config(dataset, checkpoints={"every_steps": 4}, evaluation__every_steps=100)
     poison(10, 11, 12, above=0.006)

@@ -113,6 +113,7 @@ def recipe(dataset, **changes):
     return config.model_copy(update={"model": model})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("writer", [0, 1])
 def test_a_run_saved_by_two_ranks_resumes_in_one_and_three_and_back(tmp_path, dataset, writer):
@@ -169,6 +170,7 @@ def test_ranks_are_identical_after_skips_a_roll_back_a_resume_and_a_smaller_micr
     assert trainers[0].state.slots.to_lists() == trainers[1].state.slots.to_lists()
 
 
+@pytest.mark.slow
 def test_ranks_with_other_weights_get_those_of_the_writer_and_it_is_recorded(tmp_path, dataset, monkeypatch):
     monkeypatch.setattr("trm.training.together.DIGEST_STEPS", 5)
     config = recipe(dataset)

@@ -80,6 +80,7 @@ def test_minutes_are_required(tmp_path):
     assert "--minutes" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_one_error_line(tmp_path):
     command = [TRM, "tune", "sudoku-6x6", "model.hiden_size=8", "--minutes", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

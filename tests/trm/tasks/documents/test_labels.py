@@ -165,6 +165,7 @@ def test_numbers_are_names_of_folders(tmp_path):
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "data" / "gmail_markup.tar.xz"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the Takeout in ../shared/data")
 def test_a_real_takeout_has_categories(tmp_path):
     with tarfile.open(SHARED) as archive:

@@ -121,6 +121,7 @@ values = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1,
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(names, st.lists(values, min_size=1, max_size=4)), max_size=8))
 def test_folded_headers_equal_those_of_the_standard_library(fields):
     raw = "".join(f"{name}: " + "\n ".join(folded) + "\n" for name, folded in fields).encode() + b"\nbody"

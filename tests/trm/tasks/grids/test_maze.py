@@ -53,6 +53,7 @@ def searched(walls, start, goal):
     return path[::-1] if path[-1] == start else None, parents
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(size=st.integers(3, 25), least=st.integers(1, 12), seed=st.integers(0, 1000))
 def test_generated_mazes_have_a_path_that_is_long_enough_and_labelled_as_a_search_finds_it(size, least, seed):

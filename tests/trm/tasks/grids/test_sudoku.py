@@ -84,6 +84,7 @@ def test_every_symmetry_has_an_inverse(size, draws):
     np.testing.assert_array_equal(symmetry.apply(symmetry.inverse().apply(tokens)), tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(size=sizes, draws=draw_rows)
 def test_a_symmetric_copy_is_the_same_puzzle_with_the_moved_solution(size, draws):
