@@ -193,7 +193,7 @@ def _goes_back(before: Row, row: Row) -> bool:
 
 
 def _is_lost(resumed: Row, earlier: Row) -> bool:
-    """Whether an earlier row has steps that are repeated in a row from which a resumed run goes on.
+    """Whether an earlier row has steps that are repeated in a row from which a resumed run continues.
 
     Earlier versions did not record how many steps a row has. Its time then shows where it began, roughly: the
     activities of a row take a little longer than its steps.

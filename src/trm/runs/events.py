@@ -46,7 +46,7 @@ class Crashed(Event):
     """The start before this one ended without `stopped`; recorded by the start that found out."""
 
     name = "crashed"
-    step: int  # of the checkpoint from which training goes on; 0 without one
+    step: int  # of the checkpoint from which training continues; 0 without one
     reported_step: int  # the last one that the crashed start reported
     repeated_steps: int
 

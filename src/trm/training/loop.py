@@ -177,7 +177,7 @@ class Trainer:
         if reason == EARLY_STOPPING:
             self.log.message(describe_early_stop(self.state, self.best))
         seconds = self.elapsed()
-        if reason != REGROUPING:  # the run goes on
+        if reason != REGROUPING:  # the run continues
             self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
         speed = self.own_speed.slots_per_second

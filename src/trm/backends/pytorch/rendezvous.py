@@ -23,7 +23,7 @@ from trm.backends.pytorch.world import GlooWorld, c10d, connect
 from trm.backends.world import Address, Member, OnLost, PeerLost
 
 POLL_SECONDS = 0.1
-NEWCOMERS_SECONDS = 0.5  # between two looks at who has arrived
+NEWCOMERS_SECONDS = 0.5  # between two checks of who has arrived
 WAIT_SECONDS = 1.0  # for the host, between two checks whether anybody waits for this process
 SURVIVORS_SECONDS = 3.0  # to report after a connection was lost
 _WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a machine that is gone
