@@ -254,6 +254,19 @@ def test_a_compiled_block_is_for_one_size_and_one_number_of_threads(size, thread
     assert bool(seen) == used
 
 
+def test_a_compiled_block_is_not_used_once_it_is_switched_off():
+    ours, seen = learner(), []
+    block = ours.model.L_level
+    block.compiled = lambda x, angles: seen.append(x.shape) or x
+    block.compiled_size, block.compiled_threads = 6, torch.get_num_threads()
+    take_step(ours)
+    assert seen, "it was in use"
+    seen.clear()
+    ours.reconfigure(replace(ours.execution, compiled_size=None))
+    take_step(ours, 2)
+    assert not seen
+
+
 def test_a_compiler_that_fails_is_a_compilation_error_and_changes_nothing(monkeypatch):
     def no_compiler(*arguments, **settings):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
