@@ -28,6 +28,7 @@ from trm.training.leaks import LeakWatch
 from trm.training.state import Stage
 
 ROW_SECONDS = 1.0  # of training per row
+FIRST_ROW_STEPS = 50  # at most: the loss before anything is learned is what diagnoses compare with
 
 
 @dataclass
@@ -110,7 +111,7 @@ class StepTiming:
 
 
 class StepMetrics:
-    """Averages over the steps since the last row, written about once per second.
+    """Averages over the steps since the last row, written about once per second, at first after fewer steps.
 
     `stage` and `phase` are those at which the run begins or resumes; only changes of them are reported.
     """
@@ -154,7 +155,7 @@ class StepMetrics:
         leak = self.leaks.after_step(timing.step)
         if leak is not None:
             self.log.event(MemoryGrows(asdict(leak)))
-        if self.step_seconds >= self.every_seconds:
+        if self.step_seconds >= self.every_seconds or timing.step == FIRST_ROW_STEPS:
             self.write()
 
     def _report_phase(self, timing: StepTiming) -> None:

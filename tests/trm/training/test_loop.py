@@ -17,6 +17,7 @@ from trm.runs.directory import EVENTS, METRICS, Run, set_aside
 from trm.runs.listing import list_runs
 from trm.schedule import learning_rate_factor
 from trm.tasks.dataset import open_split
+from trm.training.log import FIRST_ROW_STEPS
 from trm.training.loop import Limits
 from trm.training.preparation import prepare
 from trm.training.start import train
@@ -330,6 +331,12 @@ def test_metrics_and_events_record_what_happened(tmp_path, dataset):
     assert all(rate > 0 for rate in rates)
     assert directory.rows()[-1]["step"] == 20
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["accumulation_steps"] == 1
+
+
+def test_the_first_row_is_about_few_steps_on_a_fast_machine_too(tmp_path, dataset):
+    config = run_config(dataset, training__max_steps=60, evaluation__every_steps=10**6)
+    run(config, tmp_path / "run")
+    assert Run(tmp_path / "run").rows()[0]["step"] <= FIRST_ROW_STEPS
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path, dataset):
