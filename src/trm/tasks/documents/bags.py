@@ -55,13 +55,15 @@ class Vocabulary:
 
     def bags(self, documents: Iterable[Counter[str]]) -> Bags:
         """Return new documents as rows; n-grams that are not in the vocabulary are left out."""
-        columns = self.columns
-        rows = []
-        for document in documents:
-            known = sorted((columns[name], count) for name, count in document.items() if name in columns)
-            pairs = np.array(known, dtype=np.int64).reshape(-1, 2)
-            rows.append((pairs[:, 0], pairs[:, 1]))
+        rows = [self._row(document) for document in documents]
         return _weighed(rows, self.idf)
+
+    def _row(self, document: Counter[str]) -> tuple[IntArray, IntArray]:
+        """Return the columns of a document, in their order, and its counts."""
+        column_of = self.columns.get
+        columns = np.array([column_of(name, -1) for name in document], dtype=np.int64)
+        counts = np.fromiter(document.values(), dtype=np.int64, count=len(document))
+        return _in_order(columns, counts)
 
 
 class Corpus:
@@ -118,10 +120,14 @@ class Corpus:
 
     @staticmethod
     def _row(column_of: IntArray, row: tuple[IntArray, IntArray]) -> tuple[IntArray, IntArray]:
-        columns = column_of[row[0]]
-        known = np.flatnonzero(columns >= 0)
-        order = known[np.argsort(columns[known], kind="stable")]
-        return columns[order], row[1][order]
+        return _in_order(column_of[row[0]], row[1])
+
+
+def _in_order(columns: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Sort by column, and leave out what has none (-1)."""
+    known = np.flatnonzero(columns >= 0)
+    order = known[np.argsort(columns[known], kind="stable")]
+    return columns[order], counts[order]
 
 
 def _weighed(rows: Sequence[tuple[IntArray, IntArray]], idf: Float32Array) -> Bags:

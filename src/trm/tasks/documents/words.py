@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from trm.tasks.documents.mail import Mail
 
@@ -35,28 +35,28 @@ def lower(text: str) -> str:
 
 def words(text: str) -> list[str]:
     found = _WORD.findall(lower(text))
-    return [_shortened(word) for word in found]
+    return [word if len(word) <= _LONG_NUMBER else _shortened(word) for word in found]
 
 
 def _shortened(word: str) -> str:
-    if len(word) > _LONG_NUMBER and word.isdecimal():
-        return f"#{len(word)}"
-    return word[:40]
+    return f"#{len(word)}" if word.isdecimal() else word[:40]
 
 
 def ngrams(mail: Mail) -> Iterator[str]:
-    """Yield the features of a message: its words, pairs of them, and marked words of subject and headers."""
+    """Iterate over the features of a message: its words, pairs of them, and marked words of subject and
+    headers."""
     subject = words(mail.subject)
-    yield from with_pairs(subject + words(mail.text))
-    yield from (f"S:{word}" for word in subject)
-    yield from (f"H:{word}" for word in mail.header_words)
-    yield from (f"L:{domain}" for domain in mail.link_domains)
-    yield from (f"A:{kind}" for kind in mail.attachments)
+    return chain(
+        with_pairs(subject + words(mail.text)),
+        (f"S:{word}" for word in subject),
+        (f"H:{word}" for word in mail.header_words),
+        (f"L:{domain}" for domain in mail.link_domains),
+        (f"A:{kind}" for kind in mail.attachments),
+    )
 
 
 def with_pairs(of: Sequence[str]) -> Iterator[str]:
-    yield from of
-    yield from (f"{one} {other}" for one, other in pairwise(of))
+    return chain(of, map(" ".join, pairwise(of)))
 
 
 def is_content(ngram: str) -> bool:
