@@ -24,13 +24,14 @@ ROUNDS = 5
 WARM_UP_STEPS = 5
 TIMED_STEPS = 20
 MICRO_BATCH_SIZE = 32
-NAMES = [setting.name for setting in settings_before_torch(1, compact=True)]
+NAMES = {setting.name for compact in (False, True) for setting in settings_before_torch(1, compact=compact)}
 VARIANTS: dict[str, dict[str, str]] = {
     "default": {},
     "as set by trm train": {"ALL": "1"},
     "GOMP_SPINCOUNT": {"GOMP_SPINCOUNT": "2000"},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "MALLOC_ARENA_MAX=1": {"MALLOC_ARENA_MAX": "1"},
+    "memory kept": {"MALLOC_TRIM_THRESHOLD_": str(128 * MIB), "MALLOC_MMAP_THRESHOLD_": str(32 * MIB)},
     "compact allocator": {"MALLOC_MMAP_THRESHOLD_": "65536"},
     "interop threads 1": {"BENCH_INTEROP": "1"},
     "flush denormals": {"BENCH_FLUSH": "1"},
