@@ -7,7 +7,8 @@ the checkout's own `src` and recipes. Overrides use the key names of the earlier
 Learning: both sides train the same deterministic steps, and this checkout also resumes a run that the earlier
 commit left half-way. Checkpoints must be equal byte for byte. Speed: two runs take turns of some seconds, one
 paused (SIGSTOP) while the other trains, so that noise affects both alike; the ratio is the median over
-several pairs of processes. The exit code is 1 if a tensor differs or a median ratio is below 0.98.
+several pairs of processes. Processor time per step is shown beside it: it counts everything that both sides
+do, and varies less. The exit code is 1 if a tensor differs or a median ratio of speeds is below 0.98.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import IO, NamedTuple, Self
 
 import psutil
 import torch
@@ -122,14 +123,14 @@ class Side:
     def train(self, case: Case, run: Path, *limit: str) -> None:
         self.python((*_train_arguments(case, run), *limit, "--json"), run.parent)
 
-    def start(self, case: Case, run: Path) -> subprocess.Popen[bytes]:
+    def start(self, case: Case, run: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, *_train_arguments(case, run)],
             cwd=run.parent,
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
         )
 
     def check(self) -> None:
@@ -266,16 +267,24 @@ def compare_learning(case: Case, sides: Sides, steps: int) -> bool:
     return not any(found)
 
 
+class Turn(NamedTuple):
+    steps_per_second: float
+    cpu_ms_per_step: float
+
+
 class TimedTraining:
     """A training process that can be paused, and that counts the seconds during which it was not."""
 
     def __init__(self, side: Side, case: Case, run: Path) -> None:
         self.side = side
         self.metrics = run / "metrics.jsonl"
-        self.process = side.start(case, run)
+        self.errors = run.with_name(f"{run.name}-errors.txt")
+        with self.errors.open("wb") as errors:
+            self.process = side.start(case, run, errors)
         self.running_seconds = 0.0
         self.step = 0  # of the newest row
         self.step_seen_at = 0.0  # in running seconds
+        self.cpu_seconds = 0.0  # then
 
     def run_for(self, seconds: float) -> None:
         """Let the process run, then pause it. Rows are timestamped as they appear in metrics.jsonl."""
@@ -297,23 +306,30 @@ class TimedTraining:
         while self.step == step:
             self.run_for(1.0)
 
-    def speed_of_turn(self, seconds: float) -> float:
-        """Return the steps per second between the newest row before this turn and the newest one in it."""
+    def take_turn(self, seconds: float) -> Turn:
+        """Measure between the newest row before this turn and the newest one in it."""
         step = self.step
         seen_at = self.step_seen_at
+        cpu_seconds = self.cpu_seconds
         self.run_for(seconds)
         while self.step == step:
             self.run_for(1.0)
-        return (self.step - step) / (self.step_seen_at - seen_at)
+        steps = self.step - step
+        return Turn(steps / (self.step_seen_at - seen_at), 1000 * (self.cpu_seconds - cpu_seconds) / steps)
 
     def _read_step(self) -> None:
-        if self.process.poll() is not None:
-            raise SystemExit(f"The {self.side.name} side ended: see {self.metrics.parent}.")
         lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
         steps = [json.loads(line)["step"] for line in lines[-2:] if line.endswith(b"\n")]
         if steps and steps[-1] != self.step:
             self.step = steps[-1]
             self.step_seen_at = self.running_seconds
+            self.cpu_seconds = self._read_cpu_seconds()
+
+    def _read_cpu_seconds(self) -> float:
+        """Return the processor time of the supervisor and its children so far."""
+        supervisor = psutil.Process(self.process.pid)
+        times = (process.cpu_times() for process in (supervisor, *supervisor.children(recursive=True)))
+        return sum(each.user + each.system for each in times)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -322,6 +338,9 @@ class TimedTraining:
 
     def _send(self, number: signal.Signals) -> None:
         """Send a signal to the supervisor and its children, which have process groups of their own."""
+        if self.process.poll() is not None:
+            errors = self.errors.read_text(encoding="utf-8", errors="replace")
+            raise SystemExit(f"The {self.side.name} side ended.\n{errors}")
         supervisor = psutil.Process(self.process.pid)
         for process in (supervisor, *supervisor.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
@@ -339,19 +358,26 @@ def compare_speed(case: Case, sides: Sides, pairs: int, turns: int) -> bool:
     for number in range(1, pairs + 1):
         report_progress(f"{case.name}: pair {number} of {pairs}, {turns} turns per side")
         found.append(pair_speeds(case, sides if number % 2 else Sides(sides.after, sides.before), turns))
-    ratios = [speeds[sides.after.name] / speeds[sides.before.name] for speeds in found]
+    before, after = ([turn[side.name] for turn in found] for side in both(sides))
+    ratios = [now.steps_per_second / then.steps_per_second for then, now in zip(before, after, strict=True)]
+    cpu_ratios = [now.cpu_ms_per_step / then.cpu_ms_per_step for then, now in zip(before, after, strict=True)]
     ratio = statistics.median(ratios)
-    before, after = (statistics.median(speeds[side.name] for speeds in found) for side in both(sides))
+    speeds = [statistics.median(turn.steps_per_second for turn in turns) for turns in (before, after)]
     show(
-        f"{case.name:15} after/before {ratio:.3f} (pairs: {', '.join(f'{each:.3f}' for each in ratios)}), "
-        f"steps/s {before:.4g} before, {after:.4g} after"
+        f"{case.name:15} after/before {ratio:.3f} (pairs: {listed(ratios)}), "
+        f"steps/s {speeds[0]:.4g} before, {speeds[1]:.4g} after; processor time per step after/before "
+        f"{statistics.median(cpu_ratios):.3f} (pairs: {listed(cpu_ratios)})"
     )
     return ratio >= LOWEST_RATIO
 
 
-def pair_speeds(case: Case, sides: Sides, turns: int) -> dict[str, float]:
-    """Return the median speed of each side's turns; the sides start in the given order."""
-    speeds: dict[str, list[float]] = {side.name: [] for side in both(sides)}
+def listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{each:.3f}" for each in ratios)
+
+
+def pair_speeds(case: Case, sides: Sides, turns: int) -> dict[str, Turn]:
+    """Return the medians of each side's turns; the sides start in the given order."""
+    taken: dict[str, list[Turn]] = {side.name: [] for side in both(sides)}
     with scratch_directory() as runs, ExitStack() as stack:
         trainings = []
         for side in both(sides):
@@ -360,11 +386,14 @@ def pair_speeds(case: Case, sides: Sides, turns: int) -> dict[str, float]:
             for _ in range(WARM_UP_ROWS):
                 training.run_to_row()
             trainings.append(training)
-        seconds = max(TURN_SECONDS, STEPS_PER_TURN / trainings[0].speed_of_turn(TURN_SECONDS))
+        seconds = max(TURN_SECONDS, STEPS_PER_TURN / trainings[0].take_turn(TURN_SECONDS).steps_per_second)
         for number in range(turns):
             for training in trainings if number % 2 else reversed(trainings):
-                speeds[training.side.name].append(training.speed_of_turn(seconds))
-    return {name: statistics.median(each) for name, each in speeds.items()}
+                taken[training.side.name].append(training.take_turn(seconds))
+    return {
+        name: Turn(*(statistics.median(values) for values in zip(*turns_of_side, strict=True)))
+        for name, turns_of_side in taken.items()
+    }
 
 
 def both(sides: Sides) -> tuple[Side, Side]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("recipes", nargs="*", default=RECIPES, help=f"default: {' '.join(RECIPES)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="per recipe (default: 10)")
     parser.add_argument("--out", type=Path, help="file to write all findings to, as JSON")
+    parser.add_argument(
+        "--keep", type=Path, help="new directory for the runs, which remain, e.g. for bench/eta.py"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with ExitStack() as stack:
+        if arguments.keep is None:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            scratch = arguments.keep.resolve()
+            scratch.mkdir()
         for recipe in arguments.recipes:
             sys.stdout.write(f"{recipe}\n")
-            watched = train_recipe(recipe, Path(scratch), 60 * arguments.minutes)
+            watched = train_recipe(recipe, scratch, 60 * arguments.minutes)
             steps = sum(each.history.step for each in watched)
             found = [finding for each in watched for finding in each.findings]
             rows = sum(len(each.history.recent_resources) for each in watched)
