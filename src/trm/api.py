@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from macbook_optimization.errors import ConfigError, DataError, RunError
+from trm.backends.base import LanguageModel
 from trm.config import InferenceConfig, RunConfig, find_recipe, load_config, parse_section
 from trm.display import Silent
 from trm.inference.predict import (
@@ -27,9 +28,12 @@ from trm.inference.predict import (
     predict,
     until_converged,
 )
+from trm.inference.sampling import SamplingSettings, load_language_model, sample
 from trm.inference.search import Search
 from trm.runs.directory import Run, is_run, only_trainer
-from trm.tasks.base import Question
+from trm.tasks.base import Generative, Question, Tokenizer
+from trm.tasks.documents.text import encode_prompt
+from trm.tasks.documents.text_tokens import decoded
 from trm.training.loop import Limits, Outcome
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ __all__ = ["Answer", "Model", "Outcome", "Start", "load", "train", "train_recipe
 
 Puzzle = str | bytes
 Puzzles = list[str] | list[bytes] | tuple[Puzzle, ...]
+DEFAULTS = SamplingSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +170,12 @@ def _check_extension(recipe: str | Path, path: Path, start: Start) -> None:
 def load(run: str | Path, **inference: object) -> Model:
     """Load the best checkpoint of a run. Keywords are keys of the recipe's `inference` section.
 
-    Without `depth`, an answer takes as many steps as it needs to converge.
+    Without `depth`, an answer takes as many steps as it needs to converge. A model that writes text has no
+    such keys; it needs its dataset, whose vocabulary it was trained with.
     """
     trained = open_model(Path(run))
+    if isinstance(trained.task, Generative):
+        return Model(trained, writer=_load_writer(trained, trained.task, inference))
     recipe = trained.config.inference
     depth = inference.get("depth")
     steps = until_converged(recipe, depth if isinstance(depth, int) else None)
@@ -176,12 +184,30 @@ def load(run: str | Path, **inference: object) -> Model:
     return Model(trained, load_search(trained, settings))
 
 
+def _load_writer(trained: TrainedModel, task: Generative, inference: Mapping[str, object]) -> Writer:
+    if inference:
+        raise ConfigError(
+            f"{next(iter(inference))} is for models that answer puzzles; this one writes text",
+            hint="Give temperature, top_p, max_tokens and seed to generate() or stream().",
+        )
+    tokenizer = task.tokenizer(trained.config.data.path)
+    return Writer(load_language_model(trained), tokenizer)
+
+
+class Writer(NamedTuple):
+    """What continues a text."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A trained model in memory."""
+    """A trained model in memory: `predict` answers puzzles, `generate` and `stream` continue a text."""
 
     trained: TrainedModel
-    search: Search
+    search: Search | None = None
+    writer: Writer | None = None
 
     @overload
     def predict(self, puzzles: Puzzle) -> Answer: ...
@@ -195,8 +221,42 @@ class Model:
             return self._answers([self._read(puzzles)])[0]
         return self._answers([self._read(puzzle, i) for i, puzzle in enumerate(puzzles, start=1)])
 
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = DEFAULTS.max_tokens,
+        temperature: float = DEFAULTS.temperature,
+        top_p: float = DEFAULTS.top_p,
+        seed: int = DEFAULTS.seed,
+    ) -> str:
+        """Return the text that follows a prompt. The options are those of `trm predict`."""
+        return "".join(self._written(prompt, SamplingSettings(max_tokens, temperature, top_p, seed)))
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = DEFAULTS.max_tokens,
+        temperature: float = DEFAULTS.temperature,
+        top_p: float = DEFAULTS.top_p,
+        seed: int = DEFAULTS.seed,
+    ) -> Iterator[str]:
+        """Return the same text in pieces, each as soon as it is written. One text at a time."""
+        return self._written(prompt, SamplingSettings(max_tokens, temperature, top_p, seed))
+
+    def _written(self, prompt: str, settings: SamplingSettings) -> Iterator[str]:
+        if self.writer is None:
+            raise DataError(
+                f"The model of {self.trained.task.name} answers questions and writes no text",
+                hint="Use predict().",
+            )
+        tokens = encode_prompt(self.writer.tokenizer, prompt)
+        return decoded(self.writer.tokenizer, sample(self.writer.model, tokens, settings))
+
     def _answers(self, questions: Sequence[Question]) -> list[Answer]:
         task = interactive(self.trained)
+        assert self.search is not None  # as `load` gives one to every task with questions
         return [answer_of(task, each) for each in predict(self.trained, self.search, questions)]
 
     def _read(self, puzzle: Puzzle, number: int | None = None) -> Question:

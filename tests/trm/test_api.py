@@ -59,6 +59,8 @@ def test_errors_of_a_loaded_model_say_what_is_wrong(trained, tmp_path):
         trm.load(trained, dept=3)
     with pytest.raises(ConfigError, match="the limit is 1 hour"):
         trm.load(trained, depth=2**31 - 1)
+    with pytest.raises(DataError, match="answers questions and writes no text"):
+        model.generate("Once upon a time")
     with pytest.raises(LaptopError):
         trm.load(tmp_path / "nowhere")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from macbook_optimization.errors import ConfigError
 from trm.arrays import Float32Array, FloatArray, IntArray
 from trm.backends.base import LanguageModel, Program, load_backend
 from trm.inference.predict import TrainedModel
@@ -18,6 +19,16 @@ class SamplingSettings:
     temperature: float = 0.8  # 0 always takes the likeliest token
     top_p: float = 1.0  # share of the probability, from the likeliest tokens on, that is drawn from
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        self._require("temperature", 0 <= self.temperature < float("inf"), "at least 0")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("seed", self.seed >= 0, "at least 0")
+
+    def _require(self, name: str, holds: bool, limit: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} is {getattr(self, name)}; it must be {limit}")
 
 
 def load_language_model(model: TrainedModel) -> LanguageModel:

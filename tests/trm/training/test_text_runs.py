@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
 
 import forked
 import numpy as np
 import pytest
 from tiny import run, training_config
 
-from macbook_optimization.errors import ConfigError
+import trm
+from macbook_optimization.errors import ConfigError, DataError
 from trm.config import EarlyStoppingConfig, PlateauConfig, RunConfig
 from trm.feed import Feed, require_kind, require_target
 from trm.inference.sampling import SamplingSettings, draw
@@ -172,6 +174,45 @@ def test_draws_follow_temperature_and_top_p():
     ]
     narrow = SamplingSettings(temperature=1.0, top_p=0.7)
     assert {draw(logits, narrow, uniform) for uniform in np.linspace(0, 0.999, 50)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_settings_of_sampling_are_checked(setting, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        SamplingSettings(**setting)
+
+
+def test_a_loaded_model_continues_a_text(trained):
+    model = trm.load(trained)
+    text = model.generate("After 1", max_tokens=20, temperature=1.5, seed=3)
+    assert text == model.generate("After 1", max_tokens=20, temperature=1.5, seed=3)
+    assert text != model.generate("After 1", max_tokens=20, temperature=1.5, seed=4)
+    pieces = list(model.stream("After 1", max_tokens=20, temperature=1.5, seed=3))
+    assert len(pieces) == 20  # one per character, as it is written
+    assert "".join(pieces) == text
+    likeliest = model.generate("After 1", max_tokens=5, temperature=0)
+    assert likeliest == model.generate("After 1", max_tokens=5, top_p=1e-9, seed=8)
+
+
+def test_a_loaded_model_says_what_it_cannot_do(trained):
+    model = trm.load(trained)
+    with pytest.raises(DataError, match="has no questions that can be typed"):
+        model.predict("After 1")
+    with pytest.raises(DataError, match="has no '\u20ac'"):
+        model.stream("\u20ac")  # refused before the first piece is requested
+    with pytest.raises(ConfigError, match="temperature is -2"):
+        model.generate("After 1", temperature=-2)
+    with pytest.raises(ConfigError, match="depth is for models that answer puzzles"):
+        trm.load(trained, depth=3)
 
 
 def command(*words):
