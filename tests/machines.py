@@ -1,11 +1,14 @@
 """Two `trm` processes that train one run together, as two machines would."""
 
 import re
+import shutil
 import signal
 import subprocess
 import time
+from contextlib import contextmanager, suppress
 
 import psutil
+import pytest
 from processes import find_trainer, kill_all
 from tiny import TRM
 
@@ -13,6 +16,7 @@ from trm.runs.directory import Run
 
 TIMEOUT_SECONDS = 5.0  # without a sign of life
 PATIENCE_SECONDS = 120.0  # the tests run beside others
+RECOVERY_SECONDS = 30.0  # beyond the timeout, at most
 RECIPE = (
     "model.mixer=mlp", "model.H_layers=2", "model.hidden_size=16", "data.path=set", "plan.threads=1",
     "data.build={size: 4, difficulty: easy, train: 60, test: 12}", "plan.micro_batch_size=2",
@@ -27,25 +31,32 @@ class Machines:
 
     def __init__(self, directory, address="127.0.0.1", on_host=(), on_guest=()):
         self.directory = directory
+        self.path = directory / "host" / "run"
         self.address = address
         self.on_host = on_host  # the command that runs another command there
         self.on_guest = on_guest
         self.host = None
         self.guest = None
+        self.place = None  # that the host named to the guest
+        self.tally = None  # of faults
         for name in ("host", "guest"):
             (directory / name).mkdir()
 
     @property
     def run(self):
-        return Run(self.directory / "host" / "run")
+        return Run(self.path)
 
     def start_host(self, *arguments, where=None):
-        listen = ("--listen", f"{self.address}:0") if where is None else where
+        """Start the host; when it is started again, other machines find it at the same place."""
+        line = self.join_line() if (self.directory / "host" / "log").exists() else None
+        place = f"{self.address}:0" if line is None else line.partition("/")[0]
+        listen = ("--listen", place) if where is None else where
         command = ("train", "sudoku-6x6", *RECIPE, *arguments, "--run", "run", *listen)
         self.host = self._start("host", (*self.on_host, TRM, *command))
 
     def start_guest(self, *arguments):
-        where = wait_until(self._join_line, self.host)
+        where = wait_until(self.join_line, self.host)
+        self.place = where
         command = (*self.on_guest, TRM, "join", where, "plan.threads=1", "plan.micro_batch_size=1")
         self.guest = self._start("guest", (*command, *arguments))
 
@@ -54,7 +65,7 @@ class Machines:
         with (directory / "log").open("ab") as log:
             return subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
 
-    def _join_line(self):
+    def join_line(self):
         found = re.findall(r"trm join (\S+)", self.log("host"))
         return found[-1] if found else None
 
@@ -85,6 +96,33 @@ class Machines:
     def num_worlds(self):
         return len(self.events("machines"))
 
+    @contextmanager
+    def recovery(self, what):
+        """Check that what is waited for happens in time, and report the seconds."""
+        started = time.monotonic()
+        yield
+        seconds = time.monotonic() - started
+        fault = self.tally(what)
+        fault.remark(f"{seconds:.1f} s")
+        assert fault.add(seconds < TIMEOUT_SECONDS + RECOVERY_SECONDS)
+
+    def left_over(self):
+        """Return processes of these machines that belong to none of the commands."""
+        commands = [process.pid for process in (self.host, self.guest) if process is not None]
+        found = []
+        for process in psutil.process_iter(["cwd", "cmdline"]):
+            with suppress(psutil.NoSuchProcess):
+                ancestors = [process.pid, *(each.pid for each in process.parents())]
+                inside = (process.info["cwd"] or "").startswith(str(self.directory))
+                if inside and not set(ancestors) & set(commands):
+                    found.append(process.info["cmdline"])
+        return found
+
+    def all_processes_end(self):
+        wait_until(lambda: not self.left_over())
+        assert self.host.poll() is not None
+        assert self.guest.poll() is not None
+
     def close(self):
         for process in (self.guest, self.host):
             if process is not None and process.poll() is None:
@@ -113,8 +151,20 @@ def stop(process, signal_number=signal.SIGINT):
     return code
 
 
-def listening_addresses(process):
+def listening_by_psutil(process):
     """Return the addresses at which a command or its children listen."""
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    found = (connection for each in tree for connection in each.net_connections())
-    return {connection.laddr for connection in found if connection.status == psutil.CONN_LISTEN}
+    found = (connection for each in _tree(process) for connection in each.net_connections())
+    return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def listening_by_ss(process):
+    if shutil.which("ss") is None:
+        pytest.skip("the command ss (iproute2) is not installed")
+    lines = subprocess.run(["ss", "-ltnpH"], check=True, capture_output=True, text=True).stdout.splitlines()
+    ours = {each.pid for each in _tree(process)}
+    found = (line for line in lines if ours & {int(pid) for pid in re.findall(r"pid=(\d+)", line)})
+    return {line.split()[3].rpartition(":")[0] for line in found}
+
+
+def _tree(process):
+    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

@@ -73,6 +73,16 @@ def thread_worlds(shares, writer=0):
     return [ThreadWorld(rank, tuple(shares), exchange, writer) for rank in range(len(shares))]
 
 
+def gloo_worlds(shares, writer=0):
+    """Ranks that are connected by gloo, through sockets of this machine."""
+    from trm.backends.pytorch.world import c10d, gloo_world
+    from trm.backends.world import Place
+
+    store = c10d.HashStore()
+    places = [Place(rank, tuple(shares), writer, "127.0.0.1") for rank in range(len(shares))]
+    return together(places, lambda place: gloo_world(store, place))
+
+
 def together(ranks, compute):
     """Call `compute` with all ranks at the same time; return results or exceptions in their order."""
     with ThreadPoolExecutor(len(ranks), initializer=partial(torch.set_num_threads, 1)) as pool:

@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("bash", "sh", "shell")
 # Commands that set up the environment of these tests, or run these tests.
 NOT_RUN = ("make test", "make install", "make check", "make docs", "git clone", "cd ", "source ", "pip ")
-PLACEHOLDER = re.compile(r"(^|[\s=])[A-Z][A-Z_]+(\s|$)")
+PLACEHOLDER = re.compile(r"(^|[\s=:/])[A-Z][A-Z_]+([\s:/]|$)")
 LIMITS = ("--max-steps", "--max-minutes", "--more-steps")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.backends.base import LanguageModel
 from trm.config import InferenceConfig, RunConfig, find_recipe, load_config, parse_section
-from trm.display import Silent
+from trm.display import Display, Silent
 from trm.inference.predict import (
     Answer,
     TrainedModel,
@@ -128,8 +128,15 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
             with _hosting(start, config) as hosting:
                 job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
                 if hosting is not None:
-                    display.message(f"On another machine: trm join {hosting.address}")
+                    _announce(hosting, job.run, display)
                 return train_monitored(replace(job, quiet=start.quiet, hosting=hosting), limits, lock)
+
+
+def _announce(hosting: Hosting, run: Run, display: Display) -> None:
+    from trm.training.hosting import token_of
+
+    hosting.token = token_of(run)
+    display.message(f"On another machine: trm join {hosting.place}")
 
 
 @contextmanager

@@ -5,10 +5,22 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from machines import TIMEOUT_SECONDS, Machines, listening_addresses, stop, trainer_of, wait_until
+from machines import (
+    TIMEOUT_SECONDS,
+    Machines,
+    listening_by_psutil,
+    listening_by_ss,
+    stop,
+    trainer_of,
+    wait_until,
+)
 from processes import kill, kill_all
+
+SHORT_TIMEOUT_SECONDS = 1.0
+SLOW_STEPS = (f"plan.peer_timeout_seconds={SHORT_TIMEOUT_SECONDS:g}", "training.effective_batch_size=8000")
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -26,17 +38,20 @@ def machines(tmp_path_factory):
 
 
 @pytest.fixture
-def both(machines):
+def both(machines, tally):
+    machines.tally = tally
     if machines.guest.poll() is not None:
         machines.start_guest()
     wait_until(lambda: machines.num_worlds() and len(machines.events("machines")[-1]["machines"]) == 2)
+    wait_until(lambda: not machines.left_over())
     return machines
 
 
 def test_after_the_trainer_of_a_guest_is_killed_both_train_again(both):
     worlds, lost = both.num_worlds(), len(both.events("machine lost"))
     kill(trainer_of(both.guest))
-    both.train_as(2, after=worlds)
+    with both.recovery("trainer of a guest killed, both train"):
+        both.train_as(2, after=worlds)
     assert len(both.events("machine lost")) == lost + 1
     assert len(both.events("machine lost")[-1]["machines"]) == 1
 
@@ -44,18 +59,21 @@ def test_after_the_trainer_of_a_guest_is_killed_both_train_again(both):
 def test_after_the_trainer_of_the_host_is_killed_both_train_again(both):
     worlds = both.num_worlds()
     kill(trainer_of(both.host))
-    wait_until(lambda: both.num_worlds() > worlds)
-    both.train_as(2)
+    with both.recovery("trainer of the host killed, both train"):
+        wait_until(lambda: both.num_worlds() > worlds)
+        both.train_as(2)
 
 
 def test_a_guest_that_was_killed_is_named_and_may_come_back(both):
     worlds = both.num_worlds()
     step = both.step()
     kill_all(both.guest)
-    both.train_as(1, after=worlds)
+    with both.recovery("guest killed, the host trains alone"):
+        both.train_as(1, after=worlds)
     assert both.events("machine lost")[-1]["machines"] == [both.events("machines")[worlds - 1]["machines"][1]]
     both.start_guest()
-    both.train_as(2, after=worlds)
+    with both.recovery("guest started again, both train"):
+        both.train_as(2, after=worlds)
     assert both.step() > step
 
 
@@ -64,31 +82,58 @@ def test_a_frozen_guest_is_left_behind_and_comes_back(both):
     trainer = trainer_of(both.guest)
     trainer.send_signal(signal.SIGSTOP)
     started = time.monotonic()
-    both.train_as(1, after=worlds)
+    with both.recovery("guest frozen, the host trains alone"):
+        both.train_as(1, after=worlds)
     assert time.monotonic() - started > TIMEOUT_SECONDS
+    assert len(both.events("machine lost")[-1]["machines"]) == 1
     assert f"no sign of life for {TIMEOUT_SECONDS:g} s" in both.events("machine lost")[-1]["cause"]
     trainer.send_signal(signal.SIGCONT)
-    both.train_as(2, after=worlds)
+    with both.recovery("guest continued, both train"):
+        both.train_as(2, after=worlds)
 
 
 def test_a_guest_that_is_stopped_leaves_and_the_host_continues(both):
     worlds, lost = both.num_worlds(), len(both.events("machine lost"))
-    assert stop(both.guest) == 130
-    both.train_as(1, after=worlds)
+    with both.recovery("Ctrl-C at a guest, the host trains alone"):
+        assert stop(both.guest) == 130
+        both.train_as(1, after=worlds)
     assert len(both.events("machine lost")) == lost
     assert "This machine has left" in both.log("guest")
     assert both.events("resumed")[-1]["step"] >= both.events("machines")[worlds - 1]["step"]
 
 
-def test_machines_listen_only_at_the_address_that_was_named(both):
+@pytest.mark.parametrize("lost", ["supervisor", "machine"])
+def test_after_the_host_was_killed_and_started_again_both_continue(both, lost):
+    worlds, step = both.num_worlds(), both.step()
+    trainer = trainer_of(both.host)
+    if lost == "supervisor":
+        kill(both.host)
+        trainer.wait(30)  # it saves, and ends by itself
+        both.host.wait()
+    else:
+        kill_all(both.host)
+    both.start_host()
+    with both.recovery(f"{lost} of the host killed and started again, both train"):
+        both.train_as(2, after=worlds)
+    assert both.guest.poll() is None
+    assert both.step() > step
+    assert both.join_line() == both.place  # the token is that of the run
+    if lost == "supervisor":
+        assert both.events("resumed")[-1]["step"] >= step
+
+
+@pytest.mark.parametrize("listening", [listening_by_psutil, listening_by_ss])
+def test_machines_listen_only_at_the_address_that_was_named(both, listening):
     for process in (both.host, both.guest):
         trainer_of(process)
-        assert {address.ip for address in listening_addresses(process)} == {"127.0.0.1"}
+        assert listening(process) == {"127.0.0.1"}
 
 
 def test_a_host_that_is_stopped_stops_all_machines_after_the_same_step(both):
-    assert stop(both.host) == 130
-    assert both.guest.wait(60) == 0
+    with both.recovery("Ctrl-C at the host, both end"):
+        assert stop(both.host) == 130
+        assert both.guest.wait(60) == 0
+    both.all_processes_end()
     step = both.events("stopped")[-1]["step"]
     assert both.run.checkpoints().newest_step() == step
     assert f"The host has stopped the run after step {step}" in both.log("guest")
@@ -99,7 +144,8 @@ def test_nothing_listens_without_the_option(tmp_path):
     try:
         machines.start_host(where=())
         wait_until(lambda: machines.step() > 0, machines.host)
-        assert listening_addresses(machines.host) == set()
+        assert listening_by_psutil(machines.host) == set()
+        assert listening_by_ss(machines.host) == set()
     finally:
         machines.close()
 
@@ -111,10 +157,116 @@ def test_the_last_step_ends_the_run_on_both_machines(tmp_path):
         machines.start_guest()
         assert machines.host.wait(120) == 0
         assert machines.guest.wait(60) == 0
+        machines.all_processes_end()
         assert machines.events("stopped")[-1]["step"] == 600
         assert max(len(row["machines"]) for row in machines.events("machines")) == 2
     finally:
         machines.close()
+
+
+def test_a_step_of_three_times_the_timeout_is_survived_but_not_a_host_that_is_gone(tmp_path, tally):
+    machines = Machines(tmp_path)
+    machines.tally = tally
+    try:
+        machines.start_host(*SLOW_STEPS)
+        machines.start_guest("--wait", "10s")
+        wait_until(lambda: machines.num_worlds() and len(machines.events("machines")[-1]["machines"]) == 2)
+        worlds, step = machines.num_worlds(), machines.events("machines")[-1]["step"]
+        wait_until(lambda: machines.step() >= step + 2)
+        row = machines.run.last_row()
+        seconds = (row["spent"]["forward"] + row["spent"]["backward"]) / row["num_steps"]
+        slow = tally(f"a step, with a timeout of {SHORT_TIMEOUT_SECONDS:g} s")
+        slow.remark(f"{seconds:.1f} s")
+        assert slow.add(not machines.events("machine lost"))
+        assert seconds > 3 * SHORT_TIMEOUT_SECONDS
+        assert machines.num_worlds() == worlds
+        kill_all(machines.host)
+        with machines.recovery("host gone, the guest gives up"):
+            assert machines.guest.wait(60) == 1
+        assert "does not answer" in machines.log("guest")
+        machines.all_processes_end()
+    finally:
+        machines.close()
+
+
+def test_machines_that_compute_with_mlx_survive_faults_and_stop_together(tmp_path):
+    """The guest takes the backend of the host; each listens at the named address only."""
+    pytest.importorskip("mlx.core")
+    machines = Machines(tmp_path)
+    try:
+        machines.start_host("plan.backend=mlx")
+        machines.start_guest()
+        machines.train_as(2)
+        for process in (machines.host, machines.guest):
+            assert listening_by_psutil(process) <= {"127.0.0.1"}
+        worlds = machines.num_worlds()
+        kill(trainer_of(machines.guest))
+        machines.train_as(2, after=worlds)
+        worlds = machines.num_worlds()
+        trainer_of(machines.guest).send_signal(signal.SIGSTOP)
+        machines.train_as(1, after=worlds)
+        assert f"no sign of life for {TIMEOUT_SECONDS:g} s" in machines.events("machine lost")[-1]["cause"]
+        trainer_of(machines.guest).send_signal(signal.SIGCONT)
+        machines.train_as(2, after=worlds)
+        assert stop(machines.host) == 130
+        assert machines.guest.wait(60) == 0
+        assert machines.run.checkpoints().newest_step() == machines.events("stopped")[-1]["step"]
+    finally:
+        machines.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path, tally):
+    """A file system of 4 MiB that only the host sees; yields the command that runs others on it."""
+    place = tmp_path / "host" / "run"
+    command = f'mount -t tmpfs -o size=4m tmpfs {place} && exec "$@"'
+    if shutil.which("unshare") is None:
+        pytest.skip("a small file system needs the command unshare")
+    on_host = ("unshare", "--map-root-user", "--mount", "sh", "-c", command, "sh")
+    machines = Machines(tmp_path, on_host=on_host)
+    machines.tally = tally
+    place.mkdir()
+    if subprocess.run([*on_host, "true"], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield machines
+    machines.close()
+
+
+def test_a_full_disk_at_the_host_ends_nothing_and_what_was_not_saved_is_saved_later(small_disk):
+    machines = small_disk
+    machines.start_host()
+    machines.start_guest()
+    machines.path = wait_until(lambda: seen_by(machines.host, machines.run.path), machines.host)
+    machines.train_as(2)
+    ballast = machines.path / "ballast"
+    with pytest.raises(OSError, match="No space left"):
+        fill(ballast)
+    wait_until(lambda: "is not saved" in machines.log("host"), machines.host)
+    evaluations = machines.log("host").count("unseen examples")
+    wait_until(lambda: machines.log("host").count("unseen examples") > evaluations + 1, machines.host)
+    ballast.unlink()
+    with machines.recovery("room on the disk of the host, saved again"):
+        wait_until(lambda: "is saved." in machines.log("host"), machines.host)
+    worlds = machines.events("machines")
+    assert len(worlds[-1]["machines"]) == 2
+    assert not machines.events("machine lost")
+    assert machines.events("saved again")
+    assert stop(machines.host) == 130
+    assert machines.guest.wait(60) == 0
+    machines.all_processes_end()
+
+
+def fill(path):
+    """Write until there is no room."""
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def seen_by(process, path):
+    """Return the path by which everybody finds what this process sees at a path."""
+    inside = Path(f"/proc/{process.pid}/root{path}")
+    return inside if (inside / "metrics.jsonl").exists() else None
 
 
 NAMESPACES = ("trm-test-host", "trm-test-guest")
@@ -150,20 +302,27 @@ def listening_in(command):
     return {line.split()[3].rpartition(":")[0] for line in lines.splitlines()}
 
 
-def test_after_a_cable_was_pulled_and_put_back_both_train_again(tmp_path, cable):
+def test_after_a_cable_was_pulled_and_put_back_both_train_again(tmp_path, cable, tally):
     machines = Machines(tmp_path, "10.77.0.1", *cable)
+    machines.tally = tally
     try:
         machines.start_host()
         machines.start_guest()
         machines.train_as(2)
         worlds = machines.num_worlds()
         subprocess.run(["ip", "-n", NAMESPACES[0], "link", "set", "cable0", "down"], check=True)
-        machines.train_as(1, after=worlds)
-        assert machines.events("machine lost")
+        guest = machines.events("machines")[-1]["machines"][1]
+        with machines.recovery("cable pulled, the host trains alone"):
+            machines.train_as(1, after=worlds)
+        assert machines.events("machine lost")[-1]["machines"] == [guest]
         subprocess.run(["ip", "-n", NAMESPACES[0], "link", "set", "cable0", "up"], check=True)
-        machines.train_as(2, after=worlds)
+        with machines.recovery("cable put back, both train"):
+            machines.train_as(2, after=worlds)
         assert listening_in(cable[0]) == {"10.77.0.1"}
+        assert listening_in(cable[1]) == {"10.77.0.2"}
         assert stop(machines.host) == 130
         assert machines.guest.wait(60) == 0
+        machines.all_processes_end()
+        assert listening_in(cable[0]) | listening_in(cable[1]) == set()
     finally:
         machines.close()

@@ -38,6 +38,17 @@ class Member:
     max_slots: int | None = None  # that fit into its memory; None: any number
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process belongs in a world that is being formed."""
+
+    rank: int
+    shares: tuple[int, ...]
+    writer: int
+    address: str  # of this machine, where others connect to it
+    before_closing: Callable[[], None] = lambda: None  # from then on, a peer that ends is not lost
+
+
 OnLost = Callable[[list[str]], None]  # receives the names of machines that do not answer any more
 
 

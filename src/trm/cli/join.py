@@ -27,7 +27,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
 
 
 @click.command()
-@click.argument("address", metavar="ADDR[:PORT]")
+@click.argument("place", metavar="ADDR[:PORT][/TOKEN]")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--wait",
@@ -38,18 +38,19 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer v
 )
 @click.option("--allow-public", is_flag=True, help="Join even at a public address.")
 @json_option
-def join(address: str, overrides: tuple[str, ...], wait: float, allow_public: bool, as_json: bool) -> None:
-    """Train together with another machine, on which `trm train RECIPE --listen ADDR` runs.
+def join(place: str, overrides: tuple[str, ...], wait: float, allow_public: bool, as_json: bool) -> None:
+    """Train together with another machine, where `trm train RECIPE --listen ADDR` shows what to write here.
 
     The host sends the recipe and keeps the run. KEY=VALUE sets what belongs to this machine: plan.threads=2,
     limits.memory_limit_mb=4000 or data.path=DIRECTORY, for example. Ctrl-C leaves; the others continue.
     """
     with showing("Starting") as display:
-        from trm.training.hosting import parse_address
+        from trm.training.hosting import parse_address, split_token
         from trm.training.joining import join as join_run
 
+        address, token = split_token(place)
         where = parse_address(address, allow_public=allow_public)
-        outcome = join_run(where, overrides, wait, display)
+        outcome = join_run(where, token, overrides, wait, display)
     why = {
         "left": "This machine has left",
         "interrupted": "The host has stopped the run",

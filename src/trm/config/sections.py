@@ -39,6 +39,7 @@ from trm.config.values import (
     PositiveOrZero,
     Rate,
     Section,
+    Share,
 )
 
 AnyModelConfig: TypeAlias = ModelConfig | DecoderConfig
@@ -128,9 +129,12 @@ class TrainingConfig(Section):
     initial_weights: Path | None = None
     """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
     all weights at random."""
-    gradient_message: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which several machines exchange gradients: `bfloat16` halves the bytes and rounds what is
-    learned; it has no effect on one machine."""
+    gradient_message: Literal["float32", "bfloat16", "topk"] = "float32"
+    """How several machines exchange gradients: `bfloat16` halves the bytes and rounds what is learned; `topk`
+    sends the largest entries of each machine and adds the others to those of its next step. On one machine it
+    has no effect."""
+    gradient_share: Share = 0.1
+    """Share of the entries of a gradient that `gradient_message: topk` sends."""
     deterministic: bool = False
     """Give the same bits again on the same machine, with the same versions and plan; may be slower."""
 

@@ -48,6 +48,7 @@ CountOrZero = Annotated[int, _Integer, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, _Number, Field(gt=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, _Number, Field(gt=0, lt=1, allow_inf_nan=False)]
 BelowOne = Annotated[float, _Number, Field(ge=0, lt=1, allow_inf_nan=False)]
 

@@ -43,7 +43,8 @@ MARK_GROUPS: dict[MarkGroup, str] = {
 }
 _GROUP_OF_EVENT: dict[str, MarkGroup] = {
     "resumed": "start", "restarted": "start", "extended": "start", "imported": "start", "stopped": "start",
-    "initialised": "start", "plan": "plan", "threads": "plan", "compiled": "plan", "batch shrunk": "plan",
+    "initialised": "start", "machines": "start", "regrouping": "start",
+    "plan": "plan", "threads": "plan", "compiled": "plan", "batch shrunk": "plan",
     "batch grown": "plan", "data": "plan", "data mapped": "plan", "cooling break": "pause",
     "low battery": "pause", "learning rate lowered": "learning", "row length": "learning",
     "curriculum": "learning", "phase": "learning",

@@ -27,6 +27,7 @@ from trm.runs.events import (
     PhaseBegan,
     PlanChosen,
     Profiled,
+    Regrouping,
     Restarted,
     Resumed,
     RolledBack,
@@ -49,6 +50,7 @@ _REASONS = {
 }
 _TEMPLATES: Mapping[str, str] = {
     Resumed.name: "resumed after step {step}",
+    Regrouping.name: "a machine arrives or leaves after step {step}",
     Restarted.name: "the trainer {cause}; it started again",
     Extended.name: "extended to step {last_step}",
     Imported.name: "weights imported from {file}",

@@ -34,6 +34,7 @@ from trm.reports.diagnosis import Finding, diagnose
 from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
 from trm.reports.history import History
+from trm.reports.machines import MachineFacts, machines_of
 from trm.reports.run_state import DescribedState, describe_state
 from trm.reports.targets import ResourceSummary, scales_of, summarise_resources
 from trm.reports.wording import duration, significant
@@ -95,6 +96,7 @@ class Report:
     result: Result | None
     charts: list[Chart]
     time: list[TimeShare]
+    machines: list[MachineFacts]
     resources: ResourceSummary
     events: list[EventLine]  # the newest ones
     num_events: int
@@ -162,6 +164,7 @@ def gather(run: Run, examples: Examples) -> Report:
         result=result,
         charts=make_charts(sources.history, scales),
         time=time_shares(sources.history),
+        machines=machines_of(sources.history),
         resources=summarise_resources(sources.history, sources.hardware, scales),
         events=_event_lines(sources.history),
         num_events=sources.history.event_counts.total(),

@@ -103,6 +103,7 @@ class History:
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     event_counts: Counter[str] = field(default_factory=Counter)
     spent: dict[str, float] = field(default_factory=dict)  # seconds by activity; repeated steps count once
+    waited_for: dict[str, float] = field(default_factory=dict)  # seconds by machine, with repeated steps
     repeated_seconds: float = 0.0  # of steps that a crash lost
     _counted: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_LOST))  # rows in `spent`
     thermal_levels: Counter[str] = field(default_factory=Counter)  # resource rows by level, on macOS
@@ -136,6 +137,8 @@ class History:
         self.recent.append(row)
         self.train.add(row)
         self._add_spent(row, sign=1)
+        for machine, seconds in _seconds_of(row, "waited_for").items():
+            self.waited_for[machine] = self.waited_for.get(machine, 0.0) + seconds
         self._counted.append(row)
 
     def _count_as_repeated(self, is_lost: Callable[[Row], bool]) -> None:
@@ -143,10 +146,10 @@ class History:
         while self._counted and is_lost(self._counted[-1]):
             lost = self._counted.pop()
             self._add_spent(lost, sign=-1)
-            self.repeated_seconds += sum(_spent_of(lost).values())
+            self.repeated_seconds += sum(_seconds_of(lost, "spent").values())
 
     def _add_spent(self, row: Row, *, sign: int) -> None:
-        for name, value in _spent_of(row).items():
+        for name, value in _seconds_of(row, "spent").items():
             self.spent[name] = max(0.0, self.spent.get(name, 0.0) + sign * value)
 
     def _add_evaluation(self, row: Row) -> None:
@@ -201,7 +204,7 @@ def _is_lost(resumed: Row, earlier: Row) -> bool:
     num_steps = number(resumed.get("num_steps"))
     if math.isfinite(num_steps):
         return number(earlier.get("step")) > number(resumed.get("step")) - num_steps
-    began = number(resumed.get("seconds")) - sum(_spent_of(resumed).values())
+    began = number(resumed.get("seconds")) - sum(_seconds_of(resumed, "spent").values())
     return number(earlier.get("seconds")) > began
 
 
@@ -210,12 +213,12 @@ def _largest(known: float, *claimed: object) -> float:
     return max(values, default=NAN)
 
 
-def _spent_of(row: Row) -> dict[str, float]:
-    """Return the seconds by activity of a training row."""
-    spent = row.get("spent")
-    if not isinstance(spent, Mapping):
+def _seconds_of(row: Row, name: str) -> dict[str, float]:
+    """Return the seconds by activity, or by machine, of a training row."""
+    found = row.get(name)
+    if not isinstance(found, Mapping):
         return {}
-    return {str(name): number(value) for name, value in spent.items() if 0 <= number(value) < math.inf}
+    return {str(key): number(value) for key, value in found.items() if 0 <= number(value) < math.inf}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ def as_markdown(report: Report) -> str:
         _confusion(report),
         _examples(report),
         _times(report),
+        _machines(report),
         _resources(report),
         ["## What was trained", _facts(report.recipe)] if report.recipe else [],
         ["## On which machine", _facts(report.machine)] if report.machine else [],
@@ -126,6 +127,16 @@ def _times(report: Report) -> list[str]:
     rows = [(part.activity, duration(part.seconds), f"{part.share:.1%}") for part in report.time]
     table = _table(["activity", "time", "share"], rows) if rows else "The run did not record it."
     return ["## Where the time went", table]
+
+
+def _machines(report: Report) -> list[str]:
+    if not report.machines:
+        return []
+    rows = [
+        (each.name, "" if each.slots is None else f"{each.slots:,}", duration(each.waited_seconds))
+        for each in report.machines
+    ]
+    return ["## Machines", _table(["machine", "slots now", "all others waited for it"], rows)]
 
 
 def _resources(report: Report) -> list[str]:

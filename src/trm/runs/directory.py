@@ -34,7 +34,8 @@ EVENTS = "events.jsonl"
 RESOURCES = "resources.jsonl"
 DATASET = "dataset"  # of a run that has a dataset of its own
 MAIL = "mail"  # of a run that is a part of a mail model: the rest of it
-PREPARED = (DATASET, MAIL)  # may exist before the run begins
+JOIN_TOKEN = "join_token"  # of a run that listens: what machines that join must name
+PREPARED = (DATASET, MAIL, JOIN_TOKEN)  # may exist before the run begins
 _MAX_BYTES = MIB  # of a recipe or a plan
 _OTHER_RUN = "Use another --run directory."
 _LENGTH_KEYS = ("training.max_steps ", "training.extensions.")
@@ -183,14 +184,18 @@ def refuse_if_different(
 
 def begin(run: Run, config: RunConfig) -> None:
     """Make a directory a run. The recipe of an existing run is rewritten only if its settings changed."""
-    try:
-        make_directory(run.path)
-    except OSError as error:
-        raise _failure(f"create the run directory {run.path}", error) from error
+    make_run_directory(run)
     recipe = run.path / "recipe.yaml"
     text = config.to_yaml()
     if not recipe.exists() or recipe.read_text(encoding="utf-8") != text:
         run.write(recipe.name, text)
+
+
+def make_run_directory(run: Run) -> None:
+    try:
+        make_directory(run.path)
+    except OSError as error:
+        raise _failure(f"create the run directory {run.path}", error) from error
 
 
 @contextmanager

@@ -81,6 +81,14 @@ class WorldFormed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Regrouping(Event):
+    """A start ended in order, because a machine arrives or leaves; the next one follows."""
+
+    name = "regrouping"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class MachineLost(Event):
     name = "machine lost"
     machines: list[str]

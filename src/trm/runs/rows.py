@@ -38,6 +38,7 @@ class TrainRow:
     phase: str | None = None  # of this step; absent without phases
     max_length: int | None = None  # to which rows are cut; absent without `training.adaptive_min_length`
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last row, by activity
+    waited_for: Mapping[str, float] | None = None  # likewise, by machine for which all others waited
     by_cycles: Mapping[str, tuple[int, float]] | None = None  # steps and their seconds, if depths differ
     num_steps: int | None = None  # that this row is the average of; earlier versions did not record it
 

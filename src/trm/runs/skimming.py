@@ -1,8 +1,8 @@
 """Reading a long file of rows in bounded time and memory: a sample of its training rows, and all others.
 
 A week of training writes half a million rows, and a curve needs a few thousand of them. Of a long file, every
-k-th training row is parsed, and so are all rows of the last part and all rows of other kinds. The `spent` of
-the rows in between is added to that of the next one, so the sums are exact.
+k-th training row is parsed, and so are all rows of the last part and all rows of other kinds. The seconds
+(`spent`, `waited_for`) of the rows in between are added to those of the next one, so the sums are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAIL_BYTES = MIB // 2  # at the end, in full: about a thousand rows
 _MAX_LINE_BYTES = 4 * MIB
 _SAMPLE_BYTES = 64 * 1024
 _TRAIN = b'{"kind": "train"'
-_SPENT = b'"spent": {'
+_SUMMED = ("spent", "waited_for")  # objects without objects in them
 
 
 def skim_lines(file: BufferedReader, begin: int, end: int) -> Iterator[Row]:
@@ -55,7 +55,7 @@ class _Skim:
     stride: int
     tail_begin: int
     num_train: int = 0
-    passed_over: list[bytes] = field(default_factory=list)  # the `spent` of rows that were not parsed
+    passed_over: dict[str, list[bytes]] = field(default_factory=dict)  # of rows that were not parsed, by name
 
     def row_of(self, line: bytes, offset: int) -> Row | None:
         """Return the row, or None if it is damaged or one of many."""
@@ -66,15 +66,18 @@ class _Skim:
                 return None
         row = _parse_line(line)
         if row is not None and self.passed_over and row["kind"] == "train":
-            row["spent"] = _total([*_parse_all(self.passed_over), row.get("spent")])
+            for name, objects in self.passed_over.items():
+                row[name] = _total([*_parse_all(objects), row.get(name)])
             self.passed_over.clear()
         return row
 
     def _pass_over(self, line: bytes) -> None:
-        begin = line.rfind(_SPENT)
-        end = line.find(b"}", begin)
-        if begin >= 0 and end >= 0:
-            self.passed_over.append(line[begin + len(_SPENT) - 1 : end + 1])
+        for name in _SUMMED:
+            key = f'"{name}": {{'.encode()
+            begin = line.rfind(key)
+            end = line.find(b"}", begin)
+            if begin >= 0 and end >= 0:
+                self.passed_over.setdefault(name, []).append(line[begin + len(key) - 1 : end + 1])
 
 
 def _parse_all(objects: Sequence[bytes]) -> list[object]:

@@ -19,7 +19,7 @@ from macbook_optimization.input_files import open_descriptor
 from macbook_optimization.json_types import JsonMapping
 from trm.config import RunConfig
 from trm.runs.directory import EVENTS, Run
-from trm.runs.events import EARLY_STOPPING, STARTS, PlanChosen, Stopped
+from trm.runs.events import EARLY_STOPPING, STARTS, PlanChosen, Regrouping, Stopped
 from trm.runs.metric import primary_metric
 from trm.runs.rows import Row, number
 from trm.tasks.metrics import has_reached
@@ -27,7 +27,7 @@ from trm.tasks.metrics import has_reached
 Name = Literal["new", "running", "finished", "stopped early", "stopped", "crashed"]
 ENDS: tuple[Name, ...] = ("finished", "stopped early")  # nothing is left to train
 # Advice may still be recorded after `stopped`; these events begin or end a start.
-_BOUNDARIES = (Stopped.name, PlanChosen.name, *STARTS)
+_BOUNDARIES = (Stopped.name, Regrouping.name, PlanChosen.name, *STARTS)
 
 
 class LastRecorded(NamedTuple):
@@ -50,6 +50,11 @@ class LastRecorded(NamedTuple):
             return None
         went_on = number(self.boundary.get("step")) < number((self.row or {}).get("step"))
         return None if went_on else self.boundary
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the last start ended because a machine arrived or left."""
+        return self.boundary is not None and self.boundary.get("event") == Regrouping.name
 
 
 @dataclass(frozen=True, slots=True)

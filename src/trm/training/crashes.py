@@ -19,7 +19,8 @@ def find_crash(run: Run, step: int) -> Crashed | None:
     except RunError:
         return None
     reported = number((last.row or {}).get("step"))
-    if last.boundary is None or last.clean_stop is not None or not math.isfinite(reported):
+    ended = last.clean_stop is not None or last.regroups
+    if last.boundary is None or ended or not math.isfinite(reported):
         return None
     return Crashed(step, int(reported), max(0, int(reported) - step))
 

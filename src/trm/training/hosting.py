@@ -7,14 +7,18 @@ to one address, and without it nothing listens.
 from __future__ import annotations
 
 import ipaddress
+import re
+import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.input_files import read_input
 from trm.backends.world import Address
+from trm.runs.directory import JOIN_TOKEN, Run, make_run_directory
 from trm.runs.events import MachineLost
 from trm.training.log import RunLog
 from trm.training.machines import GUESTS, LOST, Seat
@@ -22,6 +26,8 @@ from trm.training.machines import GUESTS, LOST, Seat
 DEFAULT_PORT = 29400
 REUNION_SECONDS = 6.0  # to wait for the guests of the last world
 BACKLOG = 64
+TOKEN_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # without those that look alike
+TOKEN_LENGTH = 5
 
 
 @dataclass
@@ -33,6 +39,12 @@ class Hosting:
     timeout_seconds: float
     guests: int = 0  # of the last world, and those who arrived since
     slots_per_second: float | None = None
+    token: str = ""  # of the run
+
+    @property
+    def place(self) -> str:
+        """Where other machines join, as they are to write it."""
+        return f"{self.address}/{self.token}"
 
     def seat(self) -> Seat:
         return Seat(
@@ -43,6 +55,7 @@ class Hosting:
             guests=self.guests,
             wait_seconds=REUNION_SECONDS,
             slots_per_second=self.slots_per_second,
+            token=self.token,
         )
 
     def receive(self, row: list[Any], log: RunLog) -> bool:
@@ -72,6 +85,29 @@ def listening(where: str, timeout_seconds: float, *, allow_public: bool) -> Iter
     with listener:
         port = listener.getsockname()[1]
         yield Hosting(Address(address.host, port), listener.fileno(), timeout_seconds)
+
+
+def token_of(run: Run) -> str:
+    """Return the token of a run, which is drawn when the run first listens and is the same from then on.
+
+    It guards against joining another run by mistake, not against anybody: whoever connects can read it.
+    """
+    letters = f"[{TOKEN_LETTERS}]{{{TOKEN_LENGTH}}}"
+    file = run.path / JOIN_TOKEN
+    with suppress(OSError):
+        token = read_input(file, 100).decode(errors="replace").strip()
+        if re.fullmatch(letters, token):
+            return token
+    token = "".join(secrets.choice(TOKEN_LETTERS) for _ in range(TOKEN_LENGTH))
+    make_run_directory(run)
+    run.write(JOIN_TOKEN, f"{token}\n")
+    return token
+
+
+def split_token(place: str) -> tuple[str, str]:
+    """Divide ADDR:PORT/TOKEN into address and token; without a token, any run may be joined."""
+    address, _, token = place.partition("/")
+    return address, token
 
 
 def parse_address(text: str, *, allow_public: bool, default_port: int = DEFAULT_PORT) -> Address:

@@ -46,12 +46,15 @@ class _Guest:
     host: str
 
 
-def join(address: Address, overrides: Sequence[str], wait_seconds: float, display: Display) -> Outcome:
+def join(
+    address: Address, token: str, overrides: Sequence[str], wait_seconds: float, display: Display
+) -> Outcome:
     """Train a run of another machine until it ends, or until this machine leaves.
 
-    `wait_seconds`: how long to wait for a host that does not answer, at the start and whenever it is lost.
+    `token` is that of the run, or empty for the run that listens there now. `wait_seconds`: how long to wait
+    for a host that does not answer, at the start and whenever it is lost.
     """
-    seat = Seat(address, socket.gethostname(), CONNECT_SECONDS, wait_seconds=wait_seconds)
+    seat = Seat(address, socket.gethostname(), CONNECT_SECONDS, wait_seconds=wait_seconds, token=token)
     display.status(f"Waiting for {address}")
     facts: JsonObject = run_in_child("trm.training.joining:facts_in_child", {"seat": seat.to_json()})
     guest = _prepare(facts, overrides, display)
@@ -61,7 +64,8 @@ def join(address: Address, overrides: Sequence[str], wait_seconds: float, displa
     if plan is None:
         raise too_large(guest.planner)
     show_plan(display, guest.config, plan)
-    return _supervise(guest, replace(seat, timeout_seconds=facts["timeout_seconds"]), plan)
+    seat = replace(seat, timeout_seconds=facts["timeout_seconds"], token=facts["token"])
+    return _supervise(guest, seat, plan)
 
 
 def facts_in_child(seat: JsonMapping, send: Send) -> JsonObject:

@@ -39,6 +39,7 @@ class RunLog:
     display: Display
     writes: bool = True  # False on a machine that has no run directory: it only shows messages
     spent: dict[str, float] = field(default_factory=dict)  # seconds by activity, since the last row
+    waited_for: dict[str, float] = field(default_factory=dict)  # likewise, seconds by machine
     _waiting: deque[tuple[str, JsonMapping]] = field(default_factory=lambda: deque(maxlen=10_000))
     _warned: bool = False
 
@@ -58,6 +59,10 @@ class RunLog:
         """Add seconds that were spent on activities."""
         for activity, more in seconds.items():
             self.spent[activity] = self.spent.get(activity, 0.0) + more
+
+    def count_waiting(self, machine: str, seconds: float) -> None:
+        """Add seconds in which all other machines waited for this one."""
+        self.waited_for[machine] = self.waited_for.get(machine, 0.0) + seconds
 
     def event(self, event: Event) -> None:
         self._append(EVENTS, event.to_row())
@@ -188,11 +193,13 @@ class StepMetrics:
             curriculum_stage=None if self.stage is None else self.stage.number,
             phase=None if self.timing.phase is None else self.timing.phase.name,
             max_length=self.timing.max_length,
-            spent={activity: round(seconds, 6) for activity, seconds in self.log.spent.items()},
+            spent=_rounded(self.log.spent),
+            waited_for=_rounded(self.log.waited_for) or None,
             by_cycles=self._by_cycles(),
             num_steps=len(self.results),
         )
         self.log.spent.clear()
+        self.log.waited_for.clear()
         self.log.row(row)
         self.results = []
         self.by_cycles = {}
@@ -203,6 +210,10 @@ class StepMetrics:
             return None
         found = sorted(self.by_cycles.items())
         return {str(cycles): (steps, round(seconds, 6)) for cycles, (steps, seconds) in found}
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def show_plan(display: Display, config: RunConfig, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from macbook_optimization.children import parent_is_gone
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import counted
@@ -20,7 +21,7 @@ from trm.backends.world import StepAbandoned
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.planning.planner import Planner
-from trm.runs.events import EARLY_STOPPING, Initialised, LearningRateLowered, Resumed, Stopped
+from trm.runs.events import EARLY_STOPPING, Initialised, LearningRateLowered, Regrouping, Resumed, Stopped
 from trm.runs.metric import metric_label
 from trm.runs.rows import EvalRow
 from trm.tasks.metrics import shown_value
@@ -177,8 +178,11 @@ class Trainer:
         if reason == EARLY_STOPPING:
             self.log.message(describe_early_stop(self.state, self.best))
         seconds = self.elapsed()
-        if reason != REGROUPING:  # the run continues
-            self.log.event(Stopped(reason, self.state.step, seconds, self.tuner.read_peak()))
+        if reason == REGROUPING and not parent_is_gone():
+            self.log.event(Regrouping(self.state.step))
+        else:
+            ended = "interrupted" if reason == REGROUPING else reason
+            self.log.event(Stopped(ended, self.state.step, seconds, self.tuner.read_peak()))
         best = self.best
         speed = self.own_speed.slots_per_second
         return Outcome(self.log.run.path, reason, self.state.step, seconds, best.row, best.target, speed)
@@ -283,12 +287,14 @@ class Trainer:
         self.resources.memory.collect_garbage(step)
         manager = self.resources.memory.manager
         self.own_speed.add(self.state.own_slots, took.wall_seconds)
+        self.together.computed_seconds = took.wall_seconds
         # A pause makes this step slow, not fast: the tuner keeps the best of several. It counts all slots.
         seconds = took.wall_seconds * self.state.num_slots / self.state.own_slots
         plan = self.tuner.after_step(step, seconds, manager, self.state.learner, limits.max_seconds)
         if plan is not None:
             self._use(plan)
             self.resources.threads.restart()
+            self.own_speed = OwnSpeed()  # steps that were trials say little about this machine
             self.log.plan(plan)
         elif self.tuner.warmup is None:
             self.resources.watch_speed(self.state, took)

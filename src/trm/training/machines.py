@@ -56,6 +56,7 @@ class Seat:
     guests: int = 0  # whom the host waits for
     wait_seconds: float = 0.0  # for these guests, or for the host
     slots_per_second: float | None = None  # of this machine, measured before
+    token: str = ""  # of the run
 
     @property
     def is_host(self) -> bool:
@@ -107,6 +108,7 @@ def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
     return {
         "program": version("macbook-trm"),
         "host": seat.name,
+        "token": seat.token,
         "timeout_seconds": seat.timeout_seconds,
         "recipe": config.model_dump(mode="json", exclude={"plan", "limits"}),
         "data": {name: dict(each) for name, each in digests.items()},
@@ -172,14 +174,26 @@ def reach(seat: Seat, backend: Backend) -> GuestMeeting:
     while True:
         try:
             local = local_address(seat.address)
-            return backend.guest_meeting(seat.address, str(seat.address), seat.timeout_seconds, local)
+            meeting = backend.guest_meeting(seat.address, str(seat.address), seat.timeout_seconds, local)
         except (OSError, PeerLost) as error:
             if time.monotonic() >= deadline:
                 raise RunError(
                     f"{seat.address} does not answer: {error}",
                     hint="Is `trm train ... --listen` running there? Raise --wait to wait longer.",
                 ) from error
-        time.sleep(RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
+            continue
+        check_token(meeting.facts, seat)
+        return meeting
+
+
+def check_token(facts: JsonObject, seat: Seat) -> None:
+    """Refuse to take part in another run than the one that was named, if one was."""
+    if seat.token and facts.get("token") != seat.token:
+        raise RunError(
+            f"{facts['host']} at {seat.address} trains another run now: the token {seat.token} is not its",
+            hint="Copy the line that it shows: trm join ADDR:PORT/TOKEN.",
+        )
 
 
 def local_address(address: Address) -> str:

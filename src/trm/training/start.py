@@ -141,7 +141,7 @@ def train_with_others(
         feed = Feed(config, task, train_split)
         state = _state(backend, plan, feed, program, _Place(membership.world, profiler))
         trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
-        trainer.together.has_newcomers = membership.has_newcomers
+        _connect(trainer, membership)
         trainer.resume()
         if plan.provisional:
             trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
@@ -170,6 +170,14 @@ def _membership(
         seat = replace(seat, guests=0, wait_seconds=0.0)
     facts = facts_of(config, here.verified or {}, seat)
     return host_membership(seat, backend, facts, own, here.send)
+
+
+def _connect(trainer: Trainer, membership: Membership) -> None:
+    together = trainer.together
+    together.has_newcomers = membership.has_newcomers
+    if membership.members:
+        names = [member.name for member in membership.members]
+        together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
 
 
 def _begin(trainer: Trainer, plan: Plan) -> None:

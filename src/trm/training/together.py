@@ -8,7 +8,7 @@ follows from values that are the same on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -39,27 +39,47 @@ class Wishes(NamedTuple):
 
 @dataclass
 class Together:
-    """The decisions of one world. `has_newcomers` is asked at the writer."""
+    """The decisions of one world.
+
+    `has_newcomers` is asked at the writer. `on_waited` receives the slowest rank of every step, and the
+    seconds that all others waited for it.
+    """
 
     world: World
     has_newcomers: Callable[[], bool] = lambda: False
+    on_waited: Callable[[int, float], None] = lambda rank, seconds: None
     agreed: Wishes = field(default_factory=Wishes)  # the last time
     save_requested: bool = False  # on this rank, for the next agreement
+    computed_seconds: float = 0.0  # by this rank in the last step, for the next agreement
 
     @property
     def is_alone(self) -> bool:
         return self.world.size == 1
 
     def agree(self, wishes: Wishes, stop: StopRequest) -> Wishes:
-        """Return what any rank wants, besides a request to stop and machines that arrive."""
+        """Return what any rank wants, besides a request to stop and machines that arrive.
+
+        If the supervisor of the host has ended, the others wait until it is started again.
+        """
+        writes = self.world.writes
         requested = not self.is_alone and stop.requested
         own = wishes._replace(
-            stop=int(requested and self.world.writes),
-            leave=int(requested and not self.world.writes),
-            regroup=int(self.world.writes and self.has_newcomers()),
+            stop=int(writes and requested and stop.arrived),
+            leave=int(requested and not writes),
+            regroup=int(writes and (self.has_newcomers() or (requested and not stop.arrived))),
         )
-        self.agreed = Wishes(*self.world.agree(own))
+        computed = [0] * self.world.size
+        computed[self.world.rank] = round(1e6 * self.computed_seconds)
+        self.computed_seconds = 0.0
+        found = self.world.agree([*own, *computed])
+        self.agreed = Wishes(*found[: len(own)])
+        if not self.is_alone:
+            self._report_waiting(found[len(own) :])
         return self.agreed
+
+    def _report_waiting(self, microseconds: Sequence[int]) -> None:
+        second, most = sorted(microseconds)[-2:]
+        self.on_waited(microseconds.index(most), (most - second) / 1e6)
 
     @property
     def regroups(self) -> bool:

@@ -249,3 +249,58 @@ def test_gradients_in_bfloat16_are_rounded_alike_on_every_rank():
     assert results[0].grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
     assert results[0].grad_norm != expected.grad_norm
     assert_same_update(ranks[1], ranks[0], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("float64")
+def test_with_the_whole_gradient_topk_learns_what_one_process_learns():
+    setup = setup_of("terminal", "attention, puzzle prefix", gradient_message="topk", gradient_share=1.0)
+    single, ranks = make_learner(**setup), ranks_of((1, 2, 3), **setup)
+    for step, batch in steps_of(3):
+        take_step(single, batch, step)
+        together(ranks, partial(take_step, batch=batch, step=step))
+    for ours in ranks:
+        assert_same_update(ours, single, rtol=0, atol=1e-12)
+        assert not ours.message.sparse.remainder.any()
+
+
+def gradient_of(ours):
+    return torch.cat([each.grad.view(-1) for each in ours.parameters.values()])
+
+
+def test_topk_sends_the_largest_entries_of_every_rank_and_the_others_later():
+    """Two steps with the same weights: what is sent, and what remains, is exactly twice the gradient."""
+    setup = setup_of("terminal", gradient_message="topk", gradient_share=0.1)
+    ranks = ranks_of((2, 4), **setup)
+    whole = ranks_of((2, 4), **setup_of("terminal"))
+    batch = make_batch(NUM_SLOTS)
+    step = partial(take_step, batch=batch, learning_rate=0.0)
+    together(whole, step)
+    expected = gradient_of(whole[0])
+    sent = []
+    for _ in range(2):
+        results = together(ranks, step)
+        assert results[0].grad_norm == results[1].grad_norm
+        assert torch.equal(gradient_of(ranks[0]), gradient_of(ranks[1]))
+        sent.append(gradient_of(ranks[0]))
+    num_sent = round(0.1 * len(expected))
+    assert num_sent <= int(sent[0].count_nonzero()) <= 2 * num_sent
+    remainders = sum(each.message.sparse.remainder for each in ranks)
+    torch.testing.assert_close(sum(sent) + remainders, 2 * expected)
+    assert torch.linalg.vector_norm(sent[0]) > 0.5 * torch.linalg.vector_norm(expected)
+
+
+def test_a_step_that_did_not_happen_leaves_the_remainder_as_it_was():
+    setup = setup_of("deep", gradient_message="topk", gradient_share=0.1)
+    ranks = ranks_of((2, 4), **setup)
+    together(ranks, partial(take_step, batch=make_batch(NUM_SLOTS)))
+    before = [each.message.sparse.remainder.clone() for each in ranks]
+    ranks[1].latents.fill_(float("nan"))
+    batch = replace(make_batch(NUM_SLOTS), fresh=np.arange(NUM_SLOTS) != 5)
+    for outcome in together(ranks, partial(take_step, batch=batch)):
+        assert isinstance(outcome, NonFiniteError)
+    for ours, expected in zip(ranks, before, strict=True):
+        assert torch.equal(ours.message.sparse.remainder, expected)
+        assert expected.any()
+    state = together(ranks, lambda ours: ours.state())[0]
+    together(ranks, lambda ours: ours.load_state(dict(state) if ours.world.writes else {}))
+    assert not any(each.message.sparse.remainder.any() for each in ranks)

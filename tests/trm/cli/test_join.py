@@ -26,7 +26,7 @@ def join(*arguments):
 
 @pytest.mark.slow
 def test_a_host_that_does_not_answer_is_an_error_with_a_hint():
-    found = join("127.0.0.1:9", "--wait", "0s")
+    found = join("127.0.0.1:9/abcde", "--wait", "0s")
     assert found.returncode == 1
     assert "error: 127.0.0.1:9 does not answer" in found.stderr
     assert "--listen" in found.stderr
@@ -34,6 +34,6 @@ def test_a_host_that_does_not_answer_is_an_error_with_a_hint():
 
 @pytest.mark.slow
 def test_a_public_host_is_refused():
-    found = join("8.8.8.8")
+    found = join("8.8.8.8/abcde")
     assert found.returncode == 2
     assert "public address" in found.stderr

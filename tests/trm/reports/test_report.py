@@ -22,7 +22,7 @@ from trm.reports.history import History
 from trm.reports.markdown import as_markdown
 from trm.reports.report import as_html, write_report
 from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run, only_trainer
-from trm.runs.events import Advised, PlanChosen, Restarted, Resumed, Stopped
+from trm.runs.events import Advised, PlanChosen, Restarted, Resumed, Stopped, WorldFormed
 from trm.runs.state import is_locked
 
 NONE = no_examples("none were requested")
@@ -61,6 +61,28 @@ def run(tmp_path):
 
 def page_of(run):
     return as_html(gather(run, NONE))
+
+
+def test_the_machines_of_a_run_and_the_time_that_others_waited_for_them_are_shown(run):
+    append_all(run, EVENTS, [event_row(WorldFormed(0, ["studio", EVIL, "air"], [4, 1, 3], 0.9), 41)])
+    append_all(run, EVENTS, [event_row(WorldFormed(50, ["studio", "air"], [5, 3], 0.9), 42)])
+    waited = [train_row(step, waited_for={"studio": 0.5, "air": 7.25}) for step in (51, 52)]
+    append_all(run, METRICS, waited)
+    report = gather(run, NONE)
+    found = {machine.name: (machine.slots, machine.waited_seconds) for machine in report.machines}
+    assert found["studio"] == (5, 1.0)
+    assert found["air"] == (3, 14.5)
+    assert (None, 0.0) in found.values()  # has left
+    assert EVIL not in as_html(report)
+    assert "14.5 s" in as_html(report)
+    assert "| air | 3 | 14.5 s |" in as_markdown(report)
+
+
+def test_a_run_of_one_machine_has_no_table_of_machines(run):
+    append_all(run, EVENTS, [event_row(WorldFormed(0, ["studio"], [4], None), 41)])
+    report = gather(run, NONE)
+    assert report.machines == []
+    assert "Machines" not in as_markdown(report)
 
 
 def test_a_finished_run_is_described(run):

@@ -18,7 +18,7 @@ def write(path, rows):
 def long_file(tmp_path_factory):
     """More training rows than are sampled, with evaluations among them."""
     path = tmp_path_factory.mktemp("long") / "metrics.jsonl"
-    line = json.dumps(train_row(7))
+    line = json.dumps(train_row(7, waited_for={"air": 0.25}))
     assert line.startswith('{"kind": "train"')
     with open(path, "w", encoding="utf-8") as file:
         for step in range(1, 2 * MAX_SAMPLED_ROWS + 1):
@@ -49,11 +49,13 @@ def test_every_evaluation_of_a_long_file_is_read(long_file):
 
 
 def test_the_time_spent_is_that_of_all_rows(long_file):
-    spent = Counter()
+    spent, waited_for = Counter(), Counter()
     for row in Follower((long_file,)).skim():
         spent.update(row.get("spent", {}))
+        waited_for.update(row.get("waited_for", {}))
     for activity, seconds in SPENT.items():
         assert spent[activity] == pytest.approx(2 * MAX_SAMPLED_ROWS * seconds)
+    assert waited_for == {"air": 2 * MAX_SAMPLED_ROWS * 0.25}
 
 
 def test_a_follower_continues_after_what_it_has_skimmed(tmp_path):

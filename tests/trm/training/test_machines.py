@@ -1,6 +1,7 @@
 """Addresses, seats and what a machine that joins accepts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny import run_config, sudoku_dataset
@@ -8,13 +9,22 @@ from tiny import run_config, sudoku_dataset
 from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.backends.world import Address
 from trm.config import RunConfig
+from trm.runs.directory import JOIN_TOKEN, Run, begin, open_run
 from trm.tasks.registry import load_task
-from trm.training.hosting import DEFAULT_PORT, listening, parse_address
+from trm.training.hosting import DEFAULT_PORT, listening, parse_address, split_token, token_of
 from trm.training.joining import guest_config
-from trm.training.machines import GUESTS, LOST, Seat, check_facts, facts_of, local_address
+from trm.training.machines import (
+    GUESTS,
+    LOST,
+    Seat,
+    check_facts,
+    check_token,
+    facts_of,
+    local_address,
+)
 from trm.training.start import open_splits
 
-SEAT = Seat(Address("127.0.0.1", 1), "studio", 60.0, descriptor=3, guests=2)
+SEAT = Seat(Address("127.0.0.1", 1), "studio", 60.0, descriptor=3, guests=2, token="abcde")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +84,34 @@ def test_a_host_listens_at_its_address_only_and_stops_at_the_end():
             pass
     with pytest.raises(ConnectionRefusedError):
         local_address(hosting.address)
+
+
+def test_a_run_keeps_its_token_and_every_run_has_another_one(tmp_path, dataset):
+    runs = [Run(tmp_path / name) for name in ("first", "second", "third")]
+    tokens = [token_of(run) for run in runs]
+    assert len(set(tokens)) == 3
+    assert [token_of(run) for run in runs] == tokens
+    begin(open_run(runs[0].path, run_config(dataset)), run_config(dataset))
+    assert token_of(runs[0]) == tokens[0]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xff", b"../..", b"a" * 1000])
+def test_a_damaged_token_is_drawn_again(tmp_path, damage):
+    run = Run(tmp_path / "run")
+    token_of(run)
+    (run.path / JOIN_TOKEN).write_bytes(damage)
+    assert token_of(run) == token_of(run)
+
+
+def test_a_machine_joins_only_the_run_whose_token_it_names():
+    assert split_token("10.0.0.1:4000/abcde") == ("10.0.0.1:4000", "abcde")
+    assert split_token("[::1]/abcde") == ("[::1]", "abcde")
+    assert split_token("10.0.0.1:4000") == ("10.0.0.1:4000", "")
+    check_token({"host": "studio", "token": "abcde"}, SEAT)
+    check_token({"host": "studio", "token": "abcde"}, replace(SEAT, token=""))
+    for token in ("abcdf", "", None):
+        with pytest.raises(RunError, match="trains another run now"):
+            check_token({"host": "studio", "token": token}, SEAT)
 
 
 def test_a_seat_survives_the_way_to_the_trainer():

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import thread_worlds, together
+from ranks import gloo_worlds, thread_worlds, together
 from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, CheckpointError
+from macbook_optimization.memory_readings import MemoryStats
+from macbook_optimization.units import GIB
 from trm.backends.base import Program, load_backend
 from trm.backends.world import Member
 from trm.feed import Feed
 from trm.plan import Execution
+from trm.reports.history import read_history
+from trm.reports.machines import machines_of
 from trm.runs.directory import Run, begin, open_run
 from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import load_task
@@ -59,6 +64,7 @@ def trainer_of(config, path, world):
 def train_ranks(config, path, shares=(4, 2), writer=0, **options):
     """Train with ranks, and return their trainers and outcomes."""
     prepare = options.pop("prepare", lambda trainer, stop: None)
+    worlds = options.pop("worlds", thread_worlds)(shares, writer)
     limits = Limits(**options)
 
     def train(world):
@@ -67,7 +73,7 @@ def train_ranks(config, path, shares=(4, 2), writer=0, **options):
         prepare(trainer, stop)
         return trainer, trainer.run(limits, stop)
 
-    results = together(thread_worlds(shares, writer), train)
+    results = together(worlds, train)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -80,6 +86,10 @@ def digest(trainer):
     groups = (learner.model.state_dict(), learner.optimizer.moments, learner.averaged.state_dict())
     tensors = (tensor for group in groups for tensor in group.values())
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def messages_of(trainer):
+    return trainer.log.display.messages
 
 
 def before_step(trainer, steps):
@@ -130,7 +140,8 @@ def test_a_run_saved_by_two_ranks_resumes_in_one_and_three_and_back(tmp_path, da
 
 
 @pytest.mark.slow
-def test_ranks_are_identical_after_skips_a_roll_back_a_resume_and_a_smaller_micro_batch(tmp_path, dataset):
+@pytest.mark.parametrize("worlds", [thread_worlds, gloo_worlds])
+def test_ranks_are_identical_after_skips_a_roll_back_a_resume_and_memory_pressure(tmp_path, dataset, worlds):
     config = recipe(dataset, training__max_steps=100, checkpoints={"every_steps": 10})
     path = tmp_path / "run"
 
@@ -155,18 +166,24 @@ def test_ranks_are_identical_after_skips_a_roll_back_a_resume_and_a_smaller_micr
 
         learner.step = fail_once
 
+    def report_pressure(trainer):
+        trainer.resources.memory.monitor.latest = MemoryStats(10 * GIB, GIB, GIB // 2, 0, None, "critical")
+
     def prepare(trainer, stop):
         if not trainer.state.world.writes:
-            faults = {7: spoil_latents, 33: fail_to_allocate, 44: spoil_weights}
+            faults = {7: spoil_latents, 20: report_pressure, 33: fail_to_allocate, 44: spoil_weights}
             before_step(trainer, faults)
 
-    train_ranks(config, path, (4, 2), max_step=30, prepare=prepare)
-    trainers, _ = train_ranks(config, path, (4, 2), prepare=prepare)
+    first, _ = train_ranks(config, path, (4, 2), max_step=30, prepare=prepare, worlds=worlds)
+    assert any("is 1 instead of 2: macOS reports memory pressure" in each for each in messages_of(first[1]))
+    trainers, _ = train_ranks(config, path, (4, 2), prepare=prepare, worlds=worlds)
     assert trainers[0].state.step == trainers[1].state.step == 100
     assert digest(trainers[0]) == digest(trainers[1])
     names = [row["event"] for row in Run(path).rows("events.jsonl")]
     assert {"step skipped", "rolled back", "resumed"} <= set(names)
     assert trainers[1].resources.memory.manager.batch_size < 2
+    for trainer in trainers:
+        assert any("puzzle_emb" in name for name in trainer.state.learner.model.state_dict())
     assert trainers[0].state.slots.to_lists() == trainers[1].state.slots.to_lists()
 
 
@@ -220,6 +237,23 @@ def test_a_request_to_stop_ends_all_ranks_after_the_same_step(tmp_path, dataset,
     assert ("stopped" in names) == (reason == "interrupted")
 
 
+def test_rows_say_how_long_all_others_waited_for_a_rank(tmp_path, dataset):
+    config = recipe(dataset, training__max_steps=6)
+
+    def prepare(trainer, stop):
+        names = ("fast", "slow", "fast too")
+        trainer.together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
+        if trainer.state.world.rank == 1:
+            before_step(trainer, dict.fromkeys((2, 3, 4), lambda trainer: time.sleep(0.2)))
+
+    train_ranks(config, tmp_path / "run", (2, 2, 2), prepare=prepare)
+    rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
+    seconds = [row.get("waited_for", {}) for row in rows]
+    assert 0.4 < sum(each.get("slow", 0.0) for each in seconds) < 5.0
+    (machine,) = [each for each in machines_of(read_history(Run(tmp_path / "run"))) if each.name == "slow"]
+    assert machine.waited_seconds == pytest.approx(sum(each.get("slow", 0.0) for each in seconds))
+
+
 def test_a_machine_that_arrives_ends_the_world_after_a_save(tmp_path, dataset):
     def prepare(trainer, stop):
         if trainer.state.world.writes:
@@ -228,6 +262,10 @@ def test_a_machine_that_arrives_ends_the_world_after_a_save(tmp_path, dataset):
     _, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
     assert {(outcome.reason, outcome.step) for outcome in outcomes} == {(REGROUPING, 4)}
     assert Run(tmp_path / "run").checkpoints().newest_step() == 4
+    train_ranks(recipe(dataset), tmp_path / "run", (2, 2, 2), max_step=6)
+    names = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
+    assert "regrouping" in names
+    assert "crashed" not in names
 
 
 def test_a_limit_of_time_on_one_rank_ends_all_of_them(tmp_path, dataset):

@@ -39,7 +39,6 @@ from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
 from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
-from trm.config import ModelConfig
 from trm.plan import Execution
 
 
@@ -71,14 +70,8 @@ class TorchLearner:
             owned = owned_slots(world)
             self.latents = self.model.start(owned.stop - owned.start).contiguous()
             self.spare = self.latents.clone()
-        self.message: StepMessage | None = None  # exchanged with other ranks, if there are any
-        if world.size > 1:
-            self.message = StepMessage(
-                list(self.parameters.values()),
-                program.num_slots,
-                program.model.puzzle_emb_ndim if isinstance(program.model, ModelConfig) else 0,
-                in_bfloat16=self.training.gradient_message == "bfloat16",
-            )
+        # Exchanged with other ranks, if there are any.
+        self.message = StepMessage.of(program, list(self.parameters.values())) if world.size > 1 else None
 
     def _new_workers(self, execution: Execution) -> ThreadWorkers:
         """Return the workers; gradients that leave their parameter need one, as it is the same for all."""
@@ -128,6 +121,8 @@ class TorchLearner:
         with allocations(torn=True), self.phase("optimizer"):
             grad_norm = self._update(loss, tensors, settings)
         self.latents, self.spare = self.spare, self.latents
+        if message is not None:
+            message.keep_remainder()
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
@@ -237,6 +232,8 @@ class TorchLearner:
 
     def load_state(self, groups: dict[str, JsonObject]) -> None:
         load_state(self._shared_state(), self.latents, groups, self.world)
+        if self.message is not None:
+            self.message.forget_remainder()
 
     def digest(self) -> str:
         return digest(self.model.state_dict())

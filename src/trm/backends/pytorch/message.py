@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from trm.backends.base import Program
+from trm.backends.pytorch.sparse_gradients import SparseGradients
 from trm.backends.world import StepAbandoned, World
+from trm.config import ModelConfig, TrainingConfig
 
 _PER_SLOT = 3
 
@@ -32,12 +35,12 @@ class StepTotals(NamedTuple):
 class StepMessage:
     """The message of one learner, used again in every step.
 
-    `row_size` is that of a puzzle embedding row, of which a step has at most one per slot. With
-    `in_bfloat16`, gradients cross the wire in half the bytes, rounded.
+    `row_size` is that of a puzzle embedding row, of which a step has at most one per slot. The recipe may say
+    that gradients cross the wire rounded to bfloat16, or only in part; all else is exact.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], num_slots: int, row_size: int, *, in_bfloat16: bool
+        self, parameters: Sequence[Tensor], num_slots: int, row_size: int, training: TrainingConfig
     ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
@@ -45,14 +48,24 @@ class StepMessage:
         self.num_weights = sum(sizes)
         self.num_slots = num_slots
         self.row_size = row_size
-        self.in_bfloat16 = in_bfloat16
+        self.in_bfloat16 = training.gradient_message == "bfloat16"
         self.before_rows = self.num_weights + 2 + _PER_SLOT * num_slots
-        self.whole = torch.zeros(self.before_rows + num_slots * row_size, dtype=dtype)
+        length = self.before_rows + num_slots * row_size
+        self.whole = torch.zeros(length, dtype=dtype, device="cpu")  # where gloo sums it
+        self.sparse: SparseGradients | None = None
+        if training.gradient_message == "topk":
+            self.sparse = SparseGradients(self.whole[: self.num_weights], training.gradient_share)
         parts = torch.split(self.whole[: self.num_weights], sizes)
         self.weights = [part.view_as(each) for part, each in zip(parts, parameters, strict=True)]
         self.totals = self.whole[self.num_weights : self.num_weights + 2]  # loss, ranks that abandon the step
         self.slots = self.whole[self.num_weights + 2 : self.before_rows].view(_PER_SLOT, num_slots)
         self.begin(0)
+
+    @classmethod
+    def of(cls, program: Program, parameters: Sequence[Tensor]) -> Self:
+        model = program.model
+        row_size = model.puzzle_emb_ndim if isinstance(model, ModelConfig) else 0
+        return cls(parameters, program.num_slots, row_size, program.training)
 
     def begin(self, num_rows: int) -> None:
         """Start a step in which this many puzzle embedding rows take part."""
@@ -97,6 +110,15 @@ class StepMessage:
             raise StepAbandoned
         return StepTotals(float(self.totals[0]), *self.slots.clone())
 
+    def keep_remainder(self) -> None:
+        """Note that the update has happened, if gradients are sent in part."""
+        if self.sparse is not None:
+            self.sparse.keep_remainder()
+
+    def forget_remainder(self) -> None:
+        if self.sparse is not None:
+            self.sparse.forget()
+
     def time_one(self, world: World) -> float:
         """Return the seconds that an exchange takes, with a message of zeros."""
         self.begin(0)
@@ -105,7 +127,10 @@ class StepMessage:
 
     def sum(self, world: World) -> None:
         started = time.monotonic()
-        if self.in_bfloat16:
+        if self.sparse is not None:
+            self.sparse.sum(world)
+            world.sum(self.flat[self.num_weights :])
+        elif self.in_bfloat16:
             rounded = self.whole[: self.num_weights].to(torch.bfloat16)
             world.sum(rounded)
             self.whole[: self.num_weights] = rounded

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 from macbook_optimization.children import parent_is_gone
 from macbook_optimization.json_types import JsonObject
 from trm.backends.pytorch.watchdog import Watchdog
-from trm.backends.pytorch.world import GlooWorld, c10d, connect
-from trm.backends.world import Address, Member, OnLost, PeerLost
+from trm.backends.pytorch.world import c10d, gloo_world
+from trm.backends.world import Address, Member, OnLost, PeerLost, Place, World
 
 POLL_SECONDS = 0.1
 NEWCOMERS_SECONDS = 0.5  # between two checks of who has arrived
 WAIT_SECONDS = 1.0  # for the host, between two checks whether anybody waits for this process
 SURVIVORS_SECONDS = 3.0  # to report after a connection was lost
+Connect = Callable[[Any, Place], World]  # connects the ranks of a world, which find each other in a store
 _WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a machine that is gone
 
 
@@ -38,6 +39,7 @@ class _Meeting:
         self.timeout_seconds = timeout_seconds
         self.store: Any
         self.watchdog: Watchdog | None = None
+        self.connect: Connect = gloo_world  # another backend has one of its own
         self.names: list[str] = []  # by rank, once the world is formed
         self.rank = 0
 
@@ -46,7 +48,7 @@ class _Meeting:
         self.watchdog = Watchdog(store, key, self.host, self.timeout_seconds, on_lost)
         self.watchdog.start()
 
-    def _world(self, group: JsonObject, arrival: int, local: str) -> GlooWorld:
+    def _world(self, group: JsonObject, arrival: int, local: str) -> World:
         """Connect to the others. Arrival 0 is the host; ranks are in the order of `group`."""
         arrivals: list[int] = group["arrivals"]
         self.names = group["names"]
@@ -54,9 +56,10 @@ class _Meeting:
         assert self.watchdog is not None
         peers = zip(arrivals, self.names, strict=True)
         self.watchdog.watch({_beat(each): name for each, name in peers if each != arrival})
-        connection = connect(client(self.address, self.timeout_seconds), self.rank, len(arrivals), local)
-        writer = arrivals.index(0)
-        return GlooWorld(self.rank, tuple(group["shares"]), writer, connection, self.watchdog.stop)
+        place = Place(
+            self.rank, tuple(group["shares"]), arrivals.index(0), local, before_closing=self.watchdog.stop
+        )
+        return self.connect(client(self.address, self.timeout_seconds), place)
 
     def lost_names(self) -> list[str]:
         """Return who is gone after a lost connection: every process that still runs reports to the store."""
@@ -117,7 +120,7 @@ class Host(_Meeting):
         present = range(1, self.num_known + 1)
         return [Member(**json.loads(self.store.get(f"arrival/{number}"))) for number in present]
 
-    def form(self, members: Sequence[Member], shares: Sequence[int], on_lost: OnLost) -> GlooWorld:
+    def form(self, members: Sequence[Member], shares: Sequence[int], on_lost: OnLost) -> World:
         """Form the world of these machines: the host first, then guests in the order of their arrival."""
         group = {
             "arrivals": list(range(len(members))),
@@ -138,7 +141,7 @@ class Guest(_Meeting):
         self.store = client(address, timeout_seconds)
         self.facts: JsonObject = json.loads(self.store.get("facts"))
 
-    def join(self, member: Member, on_lost: OnLost) -> GlooWorld:
+    def join(self, member: Member, on_lost: OnLost) -> World:
         """Announce this machine, and wait until the host forms a world with it."""
         try:
             arrival = self.store.add("arrivals", 1)

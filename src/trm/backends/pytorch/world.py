@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from trm.backends.pytorch.device import to_tensor
-from trm.backends.world import PeerLost
+from trm.backends.world import PeerLost, Place
 
 c10d: Any = distributed  # its type hints lack most of what it has
 HANG_SECONDS = 3600.0  # until a process that lives but takes no part is given up; heartbeats find dead ones
@@ -25,15 +25,17 @@ CLOSING_SECONDS = 30.0
 _CPU = torch.device("cpu")  # where gloo reads and writes
 
 
-def connect(store: Any, rank: int, size: int, address: str) -> Any:
-    """Connect to all other ranks, which find each other in the store. Connections are bound to `address`."""
+def gloo_world(store: Any, place: Place) -> GlooWorld:
+    """Connect to all other ranks, which find each other in the store, from the address of this machine."""
     options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=place.address)]
     options._timeout = timedelta(seconds=HANG_SECONDS)
     try:
-        return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, options)
+        store = c10d.PrefixStore("gloo", store)
+        group = c10d.ProcessGroupGloo(store, place.rank, len(place.shares), options)
     except RuntimeError as error:
         raise PeerLost(_reason(error)) from error
+    return GlooWorld(place.rank, place.shares, place.writer, group, place.before_closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class GlooWorld:
     shares: tuple[int, ...]
     writer: int
     group: Any  # of gloo
-    before_closing: Callable[[], None] = lambda: None  # from here on, a peer that ends is not lost
+    before_closing: Callable[[], None]
 
     @property
     def size(self) -> int:
