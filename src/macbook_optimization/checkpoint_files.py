@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
@@ -30,7 +31,7 @@ from macbook_optimization.json_types import JsonMapping, JsonObject, parse_json
 from macbook_optimization.units import MIB
 
 SCHEMA = 2
-TensorDict: TypeAlias = dict[str, Any]  # tensor name -> torch tensor or NumPy array
+TensorDict: TypeAlias = dict[str, Any]  # tensor name -> torch tensor, or array of NumPy or MLX
 Tensors: TypeAlias = Mapping[str, Mapping[str, Any]]  # file name -> tensor name -> tensor
 # The suffix is the rank of a process that saves its own part: latents-1.safetensors. Without dots and slashes
 # in the stem, a name can never lead out of the checkpoint's directory.
@@ -65,21 +66,76 @@ class Checkpoint:
     metadata: JsonObject
 
     def load(self, name: str, framework: str = "torch") -> TensorDict:
-        """Load the tensors of one file (`name` has no extension) as torch tensors or NumPy arrays."""
-        from safetensors import SafetensorError
+        """Load the tensors of one file (`name` has no extension) for "torch", "numpy" or "mlx"."""
+        if framework == "mlx":  # whose part of the library does not read bfloat16 (safetensors 0.8)
+            load_file = importlib.import_module("mlx.core").load
+        else:
+            load_file = importlib.import_module(f"safetensors.{framework}").load_file
+        with _readable(self.path, name):
+            return dict(load_file(str(self.path / f"{name}.safetensors")))
 
-        load_file = importlib.import_module(f"safetensors.{framework}").load_file
-        try:
-            return dict(load_file(self.path / f"{name}.safetensors"))
-        except OSError as error:  # a running trainer may just have removed it
-            raise CheckpointError(f"{self.path} has no readable {name}: {error}", hint_for(error)) from error
-        except (RuntimeError, SafetensorError) as error:  # the library opens files without OSError
-            raise CheckpointError(f"{self.path} has no readable {name}: {error}") from error
-
-    def load_all(self) -> dict[str, TensorDict]:
+    def load_all(self, framework: str = "torch") -> dict[str, TensorDict]:
         """Load every tensor file of the manifest; other files in the directory are ignored."""
+        return {name: self.load(name, framework) for name in self._tensor_files()}
+
+    def open_all(self, framework: str = "torch") -> Mapping[str, Mapping[str, Any]]:
+        """Open what `load_all` loads. Tensors of torch are read when they are requested, as those of MLX are
+        by themselves."""
+        if framework != "torch":
+            return self.load_all(framework)
+        return {name: StoredTensors.of(self.path, name) for name in self._tensor_files()}
+
+    def _tensor_files(self) -> list[str]:
         files = [Path(name) for name in _read_manifest(self.path)["files"]]
-        return {file.stem: self.load(file.stem) for file in files if file.suffix == ".safetensors"}
+        return [file.stem for file in files if file.suffix == ".safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors(Mapping[str, Any]):
+    """The torch tensors of one file, each read when it is requested.
+
+    While a model resumes that fills most of the memory, there is no room for its weights a second time.
+    """
+
+    directory: Path
+    file: str  # without extension
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, directory: Path, file: str) -> StoredTensors:
+        with _readable(directory, file), _opened(directory, file) as tensors:
+            return cls(directory, file, tuple(tensors.keys()))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.names:
+            raise KeyError(name)
+        with _readable(self.directory, self.file), _opened(self.directory, self.file) as tensors:
+            return tensors.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _opened(directory: Path, name: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(directory / f"{name}.safetensors", framework="pt")
+
+
+@contextmanager
+def _readable(directory: Path, name: str) -> Iterator[None]:
+    """Raise `CheckpointError` if a file of tensors cannot be read."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:  # a running trainer may just have removed it
+        raise CheckpointError(f"{directory} has no readable {name}: {error}", hint_for(error)) from error
+    except (RuntimeError, SafetensorError) as error:  # the library opens files without OSError
+        raise CheckpointError(f"{directory} has no readable {name}: {error}") from error
 
 
 def step_of(path: Path) -> int:
@@ -212,7 +268,7 @@ def _serialize(group: JsonMapping) -> Iterator[Buffer]:
     for name, tensor in tensors:
         end = start + tensor.nbytes
         entries[name] = {
-            "dtype": _DTYPES[str(tensor.dtype).removeprefix("torch.")],
+            "dtype": _DTYPES[str(tensor.dtype).rpartition(".")[2]],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -225,13 +281,17 @@ def _serialize(group: JsonMapping) -> Iterator[Buffer]:
 
 
 def _element_size(tensor: Any) -> int:
-    return int(tensor.dtype.itemsize)
+    return int(tensor.itemsize)
 
 
 def _content(tensor: Any) -> memoryview:
     """Return the bytes of a tensor; those of a contiguous one in main memory are not copied."""
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+    if not hasattr(tensor, "detach"):
+        import mlx.core as mx
+
+        return memoryview(tensor.reshape(-1).view(mx.uint8))
     import torch
 
     content: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -250,7 +310,7 @@ def _is_finite(tensor: Any) -> bool:
     """Check without a mask as large as the tensor: NaN passes through minimum and maximum."""
     if "float" not in str(tensor.dtype) or 0 in tensor.shape:
         return True
-    extremes = (tensor.min(), tensor.max()) if isinstance(tensor, np.ndarray) else tensor.aminmax()
+    extremes = tensor.aminmax() if hasattr(tensor, "aminmax") else (tensor.min(), tensor.max())
     return all(math.isfinite(extreme) for extreme in extremes)
 
 

@@ -10,6 +10,7 @@ from macbook_optimization.errors import CheckpointError
 from macbook_optimization.output_files import OutputFile
 from trm.backends.base import Program, SingleProcess, Weights, load_backend
 from trm.backends.bounds import check_training, smallest_program
+from trm.backends.failures import check_shapes
 from trm.config import RunConfig, recursion_of
 from trm.plan import Execution
 from trm.runs.directory import Run, check_path, new_run, open_run
@@ -40,7 +41,7 @@ def import_weights(
     program = Program.of(config, spec)
     check_training(smallest_program(config, spec))
     theirs = weights_of_run(source, warn)[1] if source.is_dir() else _weights_of_file(source, config)
-    execution = Execution(backend=config.plan.backend, device=config.plan.device)
+    execution = Execution()  # the weights are exchanged through PyTorch
     learner = load_backend(execution).learner(program, execution, SingleProcess(program.num_slots))
     groups = learner.state()
     weights = _with_new_head(theirs, groups["weights"]) if new_head else dict(theirs)
@@ -82,8 +83,6 @@ def weights_of_run(path: Path, warn: Warn) -> tuple[RunConfig, Weights]:
 def _with_new_head(theirs: Weights, ours: Weights) -> Weights:
     """Take their weights, except for heads, and for embeddings that do not fit. Anything else that does not
     fit is an error."""
-    from trm.backends.pytorch.model import check_shapes
-
     check_shapes(_trunk(ours), _trunk(theirs), "The weights below the head do")
     taken = {}
     for name, tensor in ours.items():

@@ -35,10 +35,17 @@ class Execution:
     optimizer_in_backward: bool = False  # update each weight as soon as its gradient is known
     compiled_size: int | None = None  # micro-batch size that one block is compiled for; None: not compiled
 
+    @property
+    def library(self) -> str:
+        """The name under which people know the backend."""
+        return {"pytorch": "PyTorch", "mlx": "MLX"}.get(self.backend, self.backend)
 
-def useful_workers(threads: int) -> int:
-    """Return as many workers as threads; one on macOS, where Accelerate uses threads of its own in each."""
-    return 1 if sys.platform == "darwin" else threads
+
+def useful_workers(threads: int, backend: str = "pytorch", device: str = "cpu") -> int:
+    """Return as many workers as threads; one on macOS, where Accelerate uses threads of its own in each, and
+    for other backends and devices, which compute one operation after the other."""
+    on_cpu = (backend, device) == ("pytorch", "cpu")
+    return threads if on_cpu and sys.platform != "darwin" else 1
 
 
 _EXECUTION_FIELDS = tuple(each.name for each in fields(Execution))
@@ -102,6 +109,7 @@ class Plan:
         how = self.execution
         workers = f" in {how.workers} workers" if how.workers > 1 else ""
         shown = {
+            "device": f"{how.backend} on {how.device}",
             "micro_batch_size": f"{self.accumulation_steps} x {self.micro_batch_size} examples",
             "threads": counted(how.threads, "thread") + workers,
             "precision": how.precision,

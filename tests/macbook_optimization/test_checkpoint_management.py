@@ -33,6 +33,17 @@ def test_a_saved_checkpoint_can_be_loaded(manager):
     torch.testing.assert_close(found.load("weights")["w"], torch.full((50,), 3.0))
 
 
+def test_tensors_can_be_read_one_at_a_time(manager):
+    path = save(manager, 3).path
+    stored = manager.newest_intact().open_all()
+    assert {name: list(tensors) for name, tensors in stored.items()} == {"weights": ["w"]}
+    torch.testing.assert_close(stored["weights"]["w"], torch.full((50,), 3.0))
+    assert stored["weights"].get("v") is None
+    (path / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no readable weights"):
+        stored["weights"]["w"]
+
+
 def test_rotation_keeps_the_last_and_the_best(manager):
     manager.mark_best({"checkpoint": save(manager, 1).path.name})
     for step in range(2, 7):

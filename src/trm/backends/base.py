@@ -241,6 +241,10 @@ class Backend(Protocol):
         """Return what records the steps of this learner, for a profile."""
         ...
 
+    def release_memory(self) -> None:
+        """Return memory that is kept for speed only, when the machine is short of it."""
+        ...
+
     def peak_bytes(self) -> int:
         """Return the most memory that computing has occupied so far in this process."""
         ...
@@ -254,7 +258,13 @@ class Backend(Protocol):
         ...
 
 
-_BACKENDS = {"pytorch": "trm.backends.pytorch"}
+_BACKENDS = {"pytorch": "trm.backends.pytorch", "mlx": "trm.backends.mlx"}
+_INSTALLED_BY = {"mlx": "-e '.[mlx]'"}  # what pip installs a backend from; others come with the package
+
+
+def tensor_library(backend: str) -> str:
+    """Return the library, as safetensors names it, whose tensors a backend loads without converting them."""
+    return "mlx" if backend == "mlx" else "torch"
 
 
 def load_backend(execution: Execution) -> Backend:
@@ -266,10 +276,14 @@ def load_backend(execution: Execution) -> Backend:
         )
     try:
         backend = cast(Backend, importlib.import_module(_BACKENDS[execution.backend]))
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
         raise LaptopError(
-            f"The Python package {error.name} is missing.",
-            hint="Install it from the project's directory: python -m pip install -c constraints/dev.txt -e .",
+            f"The Python package {error.name} is missing."
+            if missing
+            else f"The backend {execution.backend} cannot be loaded: {error}",
+            hint="Install it from the project's directory: python -m pip install -c constraints/dev.txt "
+            + _INSTALLED_BY.get(execution.backend, "-e ."),
         ) from error
     if execution.device not in backend.devices():
         raise ConfigError(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 
 from macbook_optimization.errors import ConfigError
+from macbook_optimization.training_config_adapter import Checkpointing
 from trm.config import AnyModelConfig, DecoderConfig
 from trm.tasks.base import DataSpec
+
+# One of this many layers is computed again in the backward pass; 0 for none.
+RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
+LOGITS_AT_A_TIME = 2**24  # 64 MiB in float32
 
 
 def count_positions(config: AnyModelConfig, data: DataSpec) -> int:

@@ -130,7 +130,7 @@ def _evaluated(
     execution = model.execution
     set_environment(execution.threads)
     size = EVALUATION_FACTOR * model.plan.micro_batch_size
-    with showing("Loading PyTorch") as display:
+    with showing(f"Loading {execution.library}") as display:
         update = partial(display.update, "evaluating")
         if isinstance(model.task, Generative):
             language_model = load_language_model(model)

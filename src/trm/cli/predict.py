@@ -119,7 +119,7 @@ def _solve(
         if questions and search is None:  # as late as possible: this takes seconds
             execution = model.execution
             set_environment(execution.threads)
-            with showing("Loading PyTorch"):
+            with showing(f"Loading {execution.library}"):
                 search = load_search(model, settings, execution)
         predictions = iter(()) if search is None else predict_all(model, search, questions)
         for line, question in batch:

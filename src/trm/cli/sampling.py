@@ -60,7 +60,7 @@ def write_text(
     tokens = encode_prompt(tokenizer, text)
     settings = SamplingSettings(**{name: value for name, value in options.items() if value is not None})
     set_environment(model.execution.threads)
-    with showing("Loading PyTorch"):
+    with showing(f"Loading {model.execution.library}"):
         language_model = load_language_model(model)
     pieces = decoded(tokenizer, sample(language_model, tokens, settings))
     if as_json:

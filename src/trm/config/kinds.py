@@ -75,6 +75,21 @@ def check_kind(
         raise ValueError("; ".join(problems))
 
 
+def check_backend(training: TrainingConfig, plan: PlanSettings) -> None:
+    """Raise `ValueError` for what only PyTorch can do."""
+    if plan.backend != "mlx":
+        return
+    problems = []
+    if training.deterministic:
+        problems.append("MLX does not promise the same bits again: training.deterministic needs PyTorch")
+    if plan.profile:
+        problems.append("MLX does not record single operations: plan.profile needs PyTorch")
+    if plan.optimizer_in_backward:
+        problems.append("MLX keeps gradients until the update: plan.optimizer_in_backward needs PyTorch")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def check_update_in_backward(kind: str, training: TrainingConfig, plan: PlanSettings) -> None:
     """Raise `ValueError` for what needs all gradients at the same time."""
     slots = training.effective_batch_size

@@ -18,9 +18,11 @@ class PlanSettings(Section):
     """What a user may fix about how this machine runs the recipe. What is null is measured."""
 
     backend: str = "pytorch"
-    """Backend to use."""
+    """Library that computes: `pytorch`, `mlx` (for Apple Silicon, an optional extra), or `auto` for the
+    fastest of those that are installed and pass the check."""
     device: str = "cpu"
-    """Device to compute on."""
+    """Device to compute on: `cpu`, `mps` (PyTorch on the GPU of a Mac), or `auto` for the fastest one. Every
+    device other than the CPU is checked before a run; what fails is replaced by the CPU."""
     micro_batch_size: Count | None = None
     """Examples computed at a time."""
     threads: Count | None = None

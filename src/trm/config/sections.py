@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.config.decoder import DecoderConfig
 from trm.config.inference import InferenceConfig
-from trm.config.kinds import check_kind, check_update_in_backward, decoder_defaults
+from trm.config.kinds import check_backend, check_kind, check_update_in_backward, decoder_defaults
 from trm.config.machine import LimitSettings, PlanSettings
 from trm.config.model import ModelConfig
 from trm.config.renamed import with_current_keys
@@ -282,6 +282,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_kind(self.model.kind, self.training, self.inference, self.evaluation)
+        check_backend(self.training, self.plan)
         if self.plan.optimizer_in_backward:
             check_update_in_backward(self.model.kind, self.training, self.plan)
         for name in ("plateau", "early_stopping"):

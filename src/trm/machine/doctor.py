@@ -33,6 +33,7 @@ from macbook_optimization.training_config_adapter import (
 from macbook_optimization.units import GIB, MIB
 from trm.config import DataConfig, load_config
 from trm.display import Display
+from trm.machine.devices import DeviceResult, examine_devices
 from trm.plan import Plan
 from trm.planning.fitting import too_large
 from trm.planning.planner import Planner
@@ -71,6 +72,7 @@ class Examination:
     speeds: Speeds
     conditions: Conditions
     plan: Plan | None  # None if the default recipe cannot be trained here
+    devices: tuple[DeviceResult, ...]  # with the default recipe
     profile: str
     defaults: OptimizedTrainingConfig
     settings: tuple[Setting, ...]
@@ -87,6 +89,7 @@ class Examination:
             "other_cpu_percent": conditions.other_cpu_percent,
             "recipe": DEFAULT_RECIPE,
             "plan": self.plan.to_json() if self.plan else None,
+            "devices": [asdict(each) for each in self.devices],
             "profile": self.profile,
             "defaults": asdict(self.defaults),
             "settings": [asdict(setting) for setting in self.settings],
@@ -103,8 +106,9 @@ def examine(display: Display) -> Examination:
     speeds, platform = measure_speeds(sorted({1, max(1, max_threads // 2), max_threads}))
     recommendations = list(recommend(hardware, platform, speeds, conditions))
     plan = None
+    devices: tuple[DeviceResult, ...] = ()
     try:
-        plan = _plan_default_recipe(hardware, display)
+        plan, devices = _plan_default_recipe(hardware, display)
     except LaptopError as error:
         problem = f"{DEFAULT_RECIPE} cannot be trained here: {error}"
         recommendations.insert(0, Recommendation(problem, error.hint or ""))
@@ -115,6 +119,7 @@ def examine(display: Display) -> Examination:
         speeds=speeds,
         conditions=conditions,
         plan=plan,
+        devices=devices,
         profile=profile_for(hardware.memory.total_memory).name,
         defaults=TrainingConfigAdapter(hardware).calculate_training_parameters(dataset_size=1000),
         settings=(*settings_before_torch(threads), *LEFT_ALONE),
@@ -130,7 +135,7 @@ def _read_conditions() -> Conditions:
     )
 
 
-def _plan_default_recipe(hardware: HardwareSpecs, display: Display) -> Plan:
+def _plan_default_recipe(hardware: HardwareSpecs, display: Display) -> tuple[Plan, tuple[DeviceResult, ...]]:
     config = load_config(DEFAULT_RECIPE)
     task = load_task(config.task)
     options = {**(config.data.build or {}), "train": NUM_EXAMPLES, "test": NUM_EXAMPLES}
@@ -142,7 +147,7 @@ def _plan_default_recipe(hardware: HardwareSpecs, display: Display) -> Plan:
         plan = planner.choose()
         if plan is None:
             raise too_large(planner)
-        return plan
+        return plan, examine_devices(planner)
 
 
 def recommend(

@@ -8,8 +8,10 @@ from macbook_optimization.cpu_optimization import PRECISIONS, Setting, Speeds, c
 from macbook_optimization.hardware_detection import CPUSpecs, MemorySpecs, PowerSpecs
 from macbook_optimization.resource_monitoring import ThermalState
 from macbook_optimization.units import GIB, KIB, MIB, counted
+from trm.machine.devices import DeviceResult
 from trm.machine.doctor import DEFAULT_RECIPE, Examination, PlatformFacts
 from trm.machine.text import NOT_REPORTED, significant
+from trm.planning.device_choice import REFERENCE
 
 _INSTRUCTION_SETS = (
     "AVX", "AVX2", "FMA", "AVX512F", "AVX512_BF16", "AMX_BF16", "NEON", "BF16", "FP16", "SME"
@@ -21,6 +23,7 @@ def format_examination(found: Examination) -> str:
         "This machine": _machine_lines(found),
         "Measured": _speed_lines(found.speeds),
         f"Plan for {DEFAULT_RECIPE}": found.plan.explain() if found.plan else ["none; see below"],
+        "Backends and devices": [_device_line(each) for each in found.devices] or ["not examined; see below"],
         "Default sizes for this machine": _profile_lines(found),
         "Set before PyTorch is loaded": [
             _setting_line(setting) for setting in found.settings if setting.value is not None
@@ -118,6 +121,16 @@ def _rates(rates: Mapping[int, float]) -> str:
         f"{significant(rate / 1e9)} GFLOP/s with {counted(count, 'thread')}"
         for count, rate in sorted(rates.items())
     )
+
+
+def _device_line(found: DeviceResult) -> str:
+    if found.problem is not None:
+        where = "" if found.tensor is None else f"{found.tensor}: "
+        return f"{found.place}: failed the check before a run ({where}{found.problem})"
+    verdict = "" if found.place == REFERENCE else "agrees with the CPU, "
+    rate = found.samples_per_second
+    speed = "not measured" if rate is None else f"{significant(rate)} samples/s of {DEFAULT_RECIPE}"
+    return f"{found.place}: {verdict}{speed}"
 
 
 def _profile_lines(found: Examination) -> list[str]:

@@ -21,6 +21,7 @@ from trm.backends.base import Program
 from trm.planning.measurements import Measurements
 
 _SCHEMA = 3  # of what is stored
+LIBRARIES = {"pytorch": "torch", "mlx": "mlx"}  # what a backend computes with
 _MAX_BYTES = MIB  # of one file; measurements take a few KiB
 _OF_NO_CONSEQUENCE = {
     "learning_rate",
@@ -39,13 +40,13 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", default)) / "macbook-trm"
 
 
-def versions() -> dict[str, str]:
+def versions(backend: str = "pytorch") -> dict[str, str]:
     """Return the versions that decide about speed and rounding."""
-    packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
+    packages = {name: version(name) for name in (LIBRARIES[backend], "numpy", "safetensors")}
     return {"python": platform.python_version(), **packages}
 
 
-def cache_key(program: Program, hardware: HardwareSpecs, **how: Any) -> str:
+def cache_key(program: Program, hardware: HardwareSpecs, backend: str, **how: Any) -> str:
     """Return a hash of everything that memory and speed depend on."""
     cpu = hardware.cpu
     facts = {
@@ -54,7 +55,7 @@ def cache_key(program: Program, hardware: HardwareSpecs, **how: Any) -> str:
         "training": program.training.model_dump(mode="json", exclude=_OF_NO_CONSEQUENCE),
         "data": asdict(program.data),
         "machine": [cpu.brand, cpu.architecture, cpu.cores, cpu.quota, hardware.memory.total_memory],
-        "versions": [*versions().values(), version("macbook-trm"), sys.version],
+        "versions": [*versions(backend).values(), version("macbook-trm"), sys.version],
         "how": how,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

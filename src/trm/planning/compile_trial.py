@@ -106,7 +106,8 @@ class CompileTrial:
         plan = self.plan
         # Compiled steps round differently, and the moment of the change is never the same twice.
         recomputes = plan.execution.gradient_checkpointing != "none"
-        if self.config.model.kind == "decoder":  # only the block of a recursion is compiled
+        on_gpu = plan.execution.backend == "pytorch" and plan.execution.device != "cpu"
+        if self.config.model.kind == "decoder" or on_gpu:  # only the block of a recursion is compiled
             return False
         if requested is False or self.config.training.deterministic or recomputes:
             return False
@@ -124,6 +125,7 @@ class CompileTrial:
         key = cache_key(
             Program.of(self.config, self.data),
             HardwareDetector().detect(with_torch=False),
+            how.backend,
             compiled=[asdict(how), self.plan.micro_batch_size],
         )
         return cache_directory() / "compiled" / f"{key}.json"

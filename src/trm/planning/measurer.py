@@ -119,6 +119,7 @@ class Measurer:
         return cache_key(
             Program.of(self.config, self.data),
             self.hardware,
+            execution.backend,
             execution=asdict(execution),
             choices=self._choices(),
             row_widths=row_widths(self.config),

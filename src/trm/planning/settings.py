@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.json_types import JsonObject
@@ -35,6 +36,10 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
     if plan.workers is not None and plan.workers > most_threads:
         corrections["workers"] = most_threads
         warnings.append(f"workers is {most_threads} instead of {plan.workers}: each needs a thread")
+    if _is_elsewhere(plan):
+        for name, value, why in _for_other_devices(config):
+            corrections[name] = value
+            warnings.append(f"{name} is {value}: {why}")
     if plan.compile and (config.training.deterministic or plan.gradient_checkpointing not in (None, "none")):
         corrections["compile"] = False
         warnings.append("compile is false: it excludes deterministic training and gradient checkpointing")
@@ -46,6 +51,26 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
         "limits": LimitSettings.model_validate({**limits.model_dump(), **_of_section(limits, corrections)}),
     }
     return config.model_copy(update=update), tuple(f"{_section_of(text)}.{text}" for text in warnings)
+
+
+def _is_elsewhere(plan: PlanSettings) -> bool:
+    return (plan.backend, plan.device) != ("pytorch", "cpu")
+
+
+def _for_other_devices(config: RunConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield what replaces settings that are for PyTorch on the CPU only, and why."""
+    plan = config.plan
+    place = f"{plan.backend} on {plan.device}"
+    if plan.workers is not None and plan.workers > 1:
+        yield "workers", 1, f"{place} computes one operation after the other"
+    if plan.backend != "pytorch":
+        return
+    if plan.compile:
+        yield "compile", False, f"a block is compiled for the CPU, not for {plan.device}"
+    if (plan.precision or config.model.forward_dtype) != "float32":
+        yield "precision", "float32", f"{place} computes in float32 only"
+    if plan.allocator == "compact":
+        yield "allocator", "system", f"the memory of {plan.device} has an allocator of its own"
 
 
 def _of_section(section: PlanSettings | LimitSettings, corrections: JsonObject) -> JsonObject:
@@ -65,7 +90,8 @@ def budget_of(config: RunConfig, hardware: HardwareSpecs) -> Budget:
 def thread_choices(config: RunConfig, hardware: HardwareSpecs) -> list[int]:
     most = hardware.cpu.compute_threads
     by_hand = config.plan.threads
-    if by_hand or sys.platform == "darwin":  # Accelerate ignores the setting: there is nothing to compare
+    # Accelerate ignores the setting; MLX and other devices have threads of their own.
+    if by_hand or sys.platform == "darwin" or _is_elsewhere(config.plan):
         return [by_hand or most]
     return sorted({1, max(1, most // 2), most})
 
@@ -76,6 +102,6 @@ def parallelism_choices(config: RunConfig, hardware: HardwareSpecs) -> list[Para
     found = {
         (threads, min(workers or each, threads))
         for threads in thread_choices(config, hardware)
-        for each in (1, useful_workers(threads))
+        for each in (1, useful_workers(threads, config.plan.backend, config.plan.device))
     }
     return sorted(Parallelism(*each) for each in found)

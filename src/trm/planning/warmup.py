@@ -33,6 +33,7 @@ class DoublingSizes:
     first: int
     num_slots: int
     budget_bytes: int
+    largest: int = LARGE_ENOUGH
 
     def __call__(self, sizes: Sequence[SizeResult]) -> int | None:
         if not sizes:
@@ -40,7 +41,7 @@ class DoublingSizes:
         last = sizes[-1]
         if last.samples_per_second < CLEARLY_SLOWER * max(each.samples_per_second for each in sizes):
             return None
-        size = min(2 * last.micro_batch_size, LARGE_ENOUGH, self.num_slots)
+        size = min(2 * last.micro_batch_size, self.largest, self.num_slots)
         if len(sizes) == 1:  # at worst, all of the memory grows with the size
             predicted = last.peak_bytes * size // last.micro_batch_size
         else:
@@ -69,9 +70,10 @@ class WarmUp:
         self.read_peak = read_peak  # memory as the backend counts it
         self.load = CpuLoad()
         choices = planner.choices()
-        self.sizes = DoublingSizes(
-            max(choices).workers, self.config.training.effective_batch_size, planner.budget.resident_bytes
-        )
+        num_slots = self.config.training.effective_batch_size
+        # A GPU computes more examples at a time in hardly more time.
+        largest = LARGE_ENOUGH if self.config.plan.device == "cpu" else num_slots
+        self.sizes = DoublingSizes(max(choices).workers, num_slots, planner.budget.resident_bytes, largest)
         self.trials = search(choices, self.sizes)
 
     def begin(self) -> None:

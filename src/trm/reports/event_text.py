@@ -15,6 +15,7 @@ from trm.runs.events import (
     Damaged,
     DataMapped,
     DataOpened,
+    DeviceRejected,
     Extended,
     GarbageCollectionStopped,
     Imported,
@@ -49,6 +50,7 @@ _REASONS = {
     "interrupted": "interrupted",
 }
 _TEMPLATES: Mapping[str, str] = {
+    DeviceRejected.name: "{backend} on {device} is not used: {problem}",
     Resumed.name: "resumed after step {step}",
     Regrouping.name: "a machine arrives or leaves after step {step}",
     Restarted.name: "the trainer {cause}; it started again",

@@ -35,6 +35,17 @@ class PlanChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRejected(Event):
+    """A backend or device failed the check before the run, so this start uses the CPU or another one."""
+
+    name = "device rejected"
+    backend: str
+    device: str
+    problem: str
+    tensor: str | None  # the first one that differs from the CPU, if it is a single one
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed(Event):
     name = "resumed"
     step: int

@@ -21,13 +21,14 @@ from trm.backends.world import Address
 from trm.config import RunConfig, config_from_text
 from trm.display import Display, show_forwarded
 from trm.plan import Execution, Plan
+from trm.planning.device_choice import choose_device
 from trm.planning.fitting import too_large
 from trm.planning.planner import Planner
 from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.loop import Limits, Outcome
-from trm.training.machines import LOST, LOST_PEER, Seat, check_facts, reach
+from trm.training.machines import LOST, LOST_PEER_CODES, Seat, check_facts, reach
 from trm.training.preparation import build_if_missing, check_sizes
 from trm.training.start import Digests, open_splits
 from trm.training.supervisor import GiveUp, History, ProbeFirst, next_plan, run_trainer
@@ -85,6 +86,7 @@ def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _
     hardware = HardwareDetector().detect(with_torch=False)
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
     check_sizes(config, planner.data, fit=False)
+    planner = choose_device(planner).planner
     return _Guest(planner.config, planner, verified, str(facts["host"]))
 
 
@@ -96,7 +98,8 @@ def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
                 f"{override!r} cannot be set here: the host decides what is learned",
                 hint=f"A machine that joins may set {', '.join(_OWN_KEYS)}",
             )
-    config = config_from_text(json.dumps(facts["recipe"]), f"The recipe of {facts['host']}", overrides)
+    keys = [f"plan.backend={facts['backend']}", *overrides]
+    config = config_from_text(json.dumps(facts["recipe"]), f"The recipe of {facts['host']}", keys)
     if config.task not in TASK_NAMES:
         raise ConfigError(
             f"{facts['host']} trains the task {config.task}, which is code of its user",
@@ -112,7 +115,7 @@ def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
         try:
             outcome = _run(guest, seat, plan)
         except ChildDied as death:
-            if death.code == LOST_PEER:
+            if death.code in LOST_PEER_CODES:
                 display.message(f"This world of machines has ended; connecting to {seat.address} again.")
                 continue
             plan, history = _after_death(guest, death, plan, history)

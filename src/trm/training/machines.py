@@ -8,6 +8,7 @@ a world never changes, so there is nothing to repair.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ from trm.training.log import RunLog
 from trm.training.shares import shares_of
 
 LOST_PEER = 76  # exit code of a trainer that has lost another machine
+LOST_PEER_CODES = (LOST_PEER, -signal.SIGALRM)  # likewise, if its backend waited too long for others
 TIMED_MESSAGES = 3
 LEAST_EFFICIENCY = 0.8  # predicted; below it, there is a warning
 RETRY_SECONDS = 0.5  # between two attempts to reach the host
@@ -104,7 +106,8 @@ def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> None:
 
 
 def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
-    """Return what a guest must know: the data, and the recipe without what belongs to this machine."""
+    """Return what a guest must know: the data, the backend, and the recipe without what else belongs to this
+    machine."""
     return {
         "program": version("macbook-trm"),
         "host": seat.name,
@@ -112,7 +115,8 @@ def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
         "timeout_seconds": seat.timeout_seconds,
         "recipe": config.model_dump(mode="json", exclude={"plan", "limits"}),
         "data": {name: dict(each) for name, each in digests.items()},
-        "versions": versions(),
+        "backend": config.plan.backend,
+        "versions": versions(config.plan.backend),
     }
 
 
@@ -122,6 +126,12 @@ def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> N
         raise RunError(
             f"{facts['host']} runs version {facts['program']} of this program, and this machine {own}",
             hint="Install the same version on both machines.",
+        )
+    if config.plan.backend != facts["backend"]:
+        raise RunError(
+            f"{facts['host']} trains with the backend {facts['backend']}, and this machine with "
+            f"{config.plan.backend}; they cannot exchange messages",
+            hint=f"Set plan.backend={facts['backend']} on this machine.",
         )
     theirs = RunConfig.model_validate({**facts["recipe"], "plan": {}, "limits": {}})
     if different := differences(config.what_is_learned(), theirs.what_is_learned()):

@@ -18,7 +18,8 @@ from trm.config import RunConfig, differences
 from trm.display import Display, Silent
 from trm.feed import require_kind, require_target
 from trm.plan import Plan
-from trm.planning.fitting import fitted, too_large
+from trm.planning.device_choice import Verdict, choose_device, fitted_on_cpu
+from trm.planning.fitting import too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, is_run, open_run, set_aside
 from trm.tasks.base import DataSpec, MadeFromFiles, Options, Task
@@ -46,6 +47,7 @@ class Job:
     verified: Digests  # of the splits, so that the trainer need not verify them again
     quiet: bool = False  # the trainer shows no progress
     hosting: Hosting | None = None  # of other machines that take part
+    rejected: tuple[Verdict, ...] = ()  # devices that failed the check before a run
     on_start: Callable[[int], None] = lambda pid: None  # called with the PID of each trainer
 
 
@@ -73,13 +75,16 @@ def prepare(
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
     check_sizes(config, planner.data, fit=fit)
     run = open_run(path, planner.config)
-    planner = fitted(planner) if fit else planner
+    choice = choose_device(fitted_on_cpu(planner) if fit else planner)
+    planner = choice.planner
     plan = _earlier_plan(run, planner) or (None if fit else planner.without_probe()) or planner.choose()
     if plan is None:
         raise too_large(planner)
+    if choice.reason is not None:
+        plan = plan.with_execution({"device": choice.reason})
     _show(plan, planner, display)
     verified = {"train": train_split.digests, "test": test_split.digests}
-    return Job(planner.config, run, plan, planner, verified)
+    return Job(planner.config, run, plan, planner, verified, rejected=choice.rejected)
 
 
 def outcome_if_finished(config: RunConfig, path: Path, *, fit: bool = False) -> Outcome | None:
@@ -108,6 +113,8 @@ def _show(plan: Plan, planner: Planner, display: Display) -> None:
     for warning in plan.warnings:
         display.message(f"warning: {warning}")
     if plan.provisional:
+        if "device" in plan.reasons:
+            display.message(f"Computing with {plan.explain()[0]}.")
         display.message("Tuning: the first steps try different batch sizes and thread counts.")
     else:
         show_plan(display, planner.config, plan)

@@ -161,8 +161,9 @@ class ThreadControl:
     def apply(self, plan: Plan) -> None:
         how = plan.execution
         separate = 1 < how.workers <= plan.micro_batch_size
-        # A different number of threads changes rounding; a compiled block is made for one number of them.
-        fixed = separate or self.deterministic or how.compiled_size is not None
+        # A different number of threads changes rounding; a compiled block is made for one number of them; MLX
+        # has threads of its own.
+        fixed = separate or self.deterministic or how.compiled_size is not None or how.backend == "mlx"
         self.pool = 1 if fixed else how.threads  # threads that share every product
         self.threads = how.threads
 

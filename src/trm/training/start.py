@@ -25,7 +25,7 @@ from trm.feed import Feed
 from trm.plan import Plan
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, begin, open_run
-from trm.runs.events import DataOpened, StageChanged
+from trm.runs.events import DataOpened, DeviceRejected, StageChanged
 from trm.tasks.base import Task
 from trm.tasks.dataset import SPLITS, Split, complete_spec, open_split
 from trm.tasks.registry import load_task
@@ -62,13 +62,15 @@ class Surroundings:
     """What a trainer finds beside its recipe and plan.
 
     `verified` has the digests of the splits if another process has just verified the data. `seat` is a place
-    among several machines, and `send` reports to the supervisor.
+    among several machines, `send` reports to the supervisor, and `rejected` are devices that failed the check
+    before the run.
     """
 
     display: Display
     verified: Digests | None = None
     seat: Seat | None = None
     send: Send = lambda row: None
+    rejected: tuple[DeviceRejected, ...] = ()
 
     @property
     def writes(self) -> bool:
@@ -85,7 +87,8 @@ def train_in_child(
 ) -> JsonObject:
     """Train as a child of the supervisor. Running out of memory ends the process, not the run.
 
-    `start` has the limits of this start, whether it is quiet, and the seat among several machines.
+    `start` has the limits of this start, whether it is quiet, the seat among several machines, and the
+    devices that were rejected.
     """
     display = Silent() if start["quiet"] else Forwarded(send)
     seat = None if start.get("seat") is None else Seat.from_json(start["seat"])
@@ -93,7 +96,8 @@ def train_in_child(
         display.status("Starting the trainer")
         recipe = RunConfig.model_validate(config)
         limits = Limits(**start["limits"])
-        here = Surroundings(display, verified, seat, send)
+        rejected = tuple(DeviceRejected(**each) for each in start.get("rejected", ()))
+        here = Surroundings(display, verified, seat, send, rejected)
         outcome = train_with_others(recipe, Path(run), Plan.from_json(plan), limits, here)
     except (AllocationFailed, MemoryError):
         sys.exit(OUT_OF_MEMORY)
@@ -131,7 +135,7 @@ def train_with_others(
     log = RunLog(open_run(path, config) if here.writes else Run(path), display, here.writes)
     if profiled:
         os.environ.update(QUIET_ENVIRONMENT)
-    display.status("Loading PyTorch")
+    display.status(f"Loading {plan.execution.library}")
     backend = load_backend(plan.execution)
     profiler = StepProfiler(backend.recorder, log) if profiled else None
     program = Program.of(config, data)
@@ -140,12 +144,13 @@ def train_with_others(
     try:
         feed = Feed(config, task, train_split)
         state = _state(backend, plan, feed, program, _Place(membership.world, profiler))
-        trainer = _trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
+        tuner = Tuner(config, data, plan, log, backend.peak_bytes)
+        trainer = _trainer(state, tuner, log, test_split, backend)
         _connect(trainer, membership)
         trainer.resume()
         if plan.provisional:
             trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
-        _begin(trainer, plan)
+        _begin(trainer, plan, here.rejected)
         introduce(membership, state.learner, state.step, log)
         with stop_signals() as stop, trainer.resources, profiler or nullcontext():
             outcome = trainer.run(limits, stop)
@@ -180,7 +185,7 @@ def _connect(trainer: Trainer, membership: Membership) -> None:
         together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
 
 
-def _begin(trainer: Trainer, plan: Plan) -> None:
+def _begin(trainer: Trainer, plan: Plan, rejected: tuple[DeviceRejected, ...] = ()) -> None:
     """Record how this start begins, where there is a run to record it in."""
     state = trainer.state
     log = trainer.log
@@ -188,6 +193,8 @@ def _begin(trainer: Trainer, plan: Plan) -> None:
         log.display.message(f"{state.stage.described()}.")
     if log.writes:
         begin(log.run, state.config)
+    for event in rejected:
+        log.event(event)
     log.plan(plan)
     log.event(DataOpened(state.step, state.feed.split.reader.strategy))
     if state.stage is not None and state.step == 0:  # later ones are recorded when they begin
@@ -219,7 +226,7 @@ def _state(backend: Backend, plan: Plan, feed: Feed, program: Program, place: _P
     return TrainingState(feed.config, plan, feed, world, make_learner)
 
 
-def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split) -> Trainer:
+def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split, backend: Backend) -> Trainer:
     config = state.config
     settings = config.checkpoints
     manager = log.run.checkpoints(settings.keep, settings.keep_every_hours)
@@ -231,7 +238,12 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split)
     best = BestSoFar(checkpointer, evaluated_with, config.evaluation.target, metric)
     split = state.feed.split
     row_length = RowLength.of(config, split, log)
-    resources = Resources(config, state.plan, log, split.reader.release_memory, row_length)
+
+    def release() -> bool:
+        backend.release_memory()
+        return split.reader.release_memory()
+
+    resources = Resources(config, state.plan, log, release, row_length)
     evaluator = Evaluator(state, resources.memory, log, test_split)
     return Trainer(state, checkpointer, best, resources, tuner, log, evaluator, Together(state.world))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from macbook_optimization.checkpoint_files import Checkpoint
 from macbook_optimization.checkpoint_management import Warn, python_warning
 from macbook_optimization.json_types import JsonObject
-from trm.backends.base import Learner, StepResult, StepSettings, TensorGroups
+from trm.backends.base import Learner, StepResult, StepSettings, tensor_library
 from trm.backends.sharing import at_writer
 from trm.backends.world import World, owned_slots
 from trm.batch import Batch
@@ -118,8 +119,9 @@ class TrainingState:
         """Load a checkpoint; if it belongs to something else, raise before anything is changed."""
         saved = check_compatible(checkpoint, self.config, self.feed.split.spec, self.data)
         slots = Slots.from_lists(saved.slots, self.num_slots)
-        groups: TensorGroups = {}
-        at_writer(self.world, lambda: groups.update(checkpoint.load_all()))
+        groups: dict[str, Any] = {}  # file -> its tensors, each read when it is copied
+        library = tensor_library(self.plan.execution.backend)
+        at_writer(self.world, lambda: groups.update(checkpoint.open_all(library)))
         self.learner.load_state(groups)
         self.slots = slots
         self.step = checkpoint.step
@@ -151,7 +153,7 @@ class TrainingState:
                 "rolled_back_from": self.rolled_back_from,
                 "max_length": self.max_length,
                 "plan": self.plan.to_json(),
-                "versions": versions(),
+                "versions": versions(self.plan.execution.backend),
             }
         ).model_dump(mode="json")
 
@@ -250,8 +252,8 @@ class TrainingState:
         """
         now = self.plan.to_json()
         then = Plan.from_json(saved.plan).to_json() if saved.plan and not self.plan.provisional else {}
-        pairs = [(name, then.get(name), now[name]) for name in PLAN_FACTS]
-        current = versions()
+        pairs = [(name, then.get(name), now[name]) for name in ("backend", *PLAN_FACTS)]
+        current = versions(self.plan.execution.backend)
         pairs += [(name, value, current.get(name)) for name, value in saved.versions.items()]
         return [
             f"{name} {before} -> {after}"

@@ -29,7 +29,7 @@ from trm.runs.events import Restarted
 from trm.tasks.registry import load_task
 from trm.training.log import RunLog
 from trm.training.loop import Limits, Outcome
-from trm.training.machines import LOST_PEER
+from trm.training.machines import LOST_PEER_CODES
 from trm.training.preparation import Job
 from trm.training.profiling import QUIET_ENVIRONMENT
 from trm.training.start import OUT_OF_MEMORY, open_splits
@@ -138,7 +138,7 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
             if death.signal == signal.SIGBUS:  # a mapped file was truncated: say which
                 open_splits(job.config, load_task(job.config.task))
             plan = _tuned(job, plan, plan_before)
-            if death.code == LOST_PEER:  # which is not a death of this machine's making
+            if death.code in LOST_PEER_CODES:  # which is not a death of this machine's making
                 continue
             history = history.at(job.run.checkpoints().newest_step())
             deterministic = job.config.training.deterministic
@@ -168,6 +168,7 @@ def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outc
         "start": {
             "limits": asdict(limits),
             "quiet": job.quiet,
+            "rejected": [asdict(each) for each in job.rejected],
             "seat": None if hosting is None else hosting.seat().to_json(),
         },
         "verified": {name: dict(digests) for name, digests in job.verified.items()},

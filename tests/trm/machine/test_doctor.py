@@ -10,6 +10,7 @@ from macbook_optimization.hardware_detection import CPUSpecs, HardwareSpecs, Mem
 from macbook_optimization.resource_monitoring import ThermalState
 from macbook_optimization.training_config_adapter import TrainingConfigAdapter
 from macbook_optimization.units import GIB, KIB, MIB
+from trm.machine.devices import DeviceResult
 from trm.machine.doctor import Conditions, Examination, Recommendation, recommend
 from trm.machine.doctor_report import format_examination
 from trm.plan import Execution, Plan
@@ -46,6 +47,7 @@ def examination(**changes):
         speeds=SPEEDS,
         conditions=QUIET,
         plan=plan,
+        devices=(DeviceResult("pytorch", "cpu", None, None, 123.4),),
         profile="16gb",
         defaults=TrainingConfigAdapter(HARDWARE).calculate_training_parameters(dataset_size=1000),
         settings=(*settings_before_torch(4), *LEFT_ALONE),
@@ -131,3 +133,20 @@ def test_an_examination_is_json():
     assert facts["measured"]["products"]["float32"]["1"] == 1e11
     assert facts["plan"]["micro_batch_size"] == 16
     assert facts["recommendations"] == []
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        (DeviceResult("pytorch", "cpu", None, None, 277.4), "pytorch on cpu: 277 samples/s of sudoku-6x6"),
+        (DeviceResult("mlx", "gpu", None, None, None), "mlx on gpu: agrees with the CPU, not measured"),
+        (
+            DeviceResult("pytorch", "mps", "it did not change in step 1", "ema/q_head.bias", None),
+            "pytorch on mps: failed the check before a run (ema/q_head.bias: it did not change in step 1)",
+        ),
+    ],
+)
+def test_every_device_has_its_verdict_and_its_speed(device, line):
+    found = examination(devices=(device,))
+    assert f"\n\nBackends and devices\n  {line}\n" in format_examination(found)
+    assert found.to_json()["devices"][0]["problem"] == device.problem

@@ -156,6 +156,15 @@ def test_a_guest_takes_the_recipe_of_the_host_and_the_plan_of_its_own_machine(da
     check_facts(facts, config, digests)
 
 
+def test_a_guest_takes_the_backend_of_the_host_and_another_is_refused(dataset):
+    pytest.importorskip("mlx.core")  # whose version is among the facts
+    facts, digests = facts_and_digests(run_config(dataset, plan__backend="mlx"))
+    assert guest_config(facts, []).plan.backend == "mlx"
+    other = guest_config(facts, ["plan.backend=pytorch"])
+    with pytest.raises(RunError, match="trains with the backend mlx, and this machine with pytorch"):
+        check_facts(facts, other, digests)
+
+
 def test_a_guest_must_not_change_what_is_learned(dataset):
     facts, _ = facts_and_digests(run_config(dataset))
     with pytest.raises(ConfigError, match="the host decides what is learned"):

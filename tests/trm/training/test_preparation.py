@@ -1,5 +1,6 @@
 """Everything before the first step: data, checks, and the plan."""
 
+import json
 from itertools import groupby
 
 import psutil
@@ -9,7 +10,7 @@ from tiny import Recorder, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
 from trm.config import load_config
-from trm.runs.directory import set_aside
+from trm.runs.directory import Run, set_aside
 from trm.runs.listing import list_runs
 from trm.training.preparation import prepare
 
@@ -218,9 +219,13 @@ def test_deterministic_training_resumes_with_the_plan_that_it_has(tmp_path, data
 
 def test_a_plan_for_another_device_is_not_kept(tmp_path, dataset):
     plan = {"threads": 1, "micro_batch_size": 4}
-    run(run_config(dataset, plan=plan), tmp_path / "run", max_step=1)
-    elsewhere = run_config(dataset, plan={**plan, "device": "mps"}, training__deterministic=True)
-    assert prepare(elsewhere, tmp_path / "run", Recorder()).plan.execution.device == "mps"
+    config = run_config(dataset, plan=plan, training__deterministic=True)
+    run(config, tmp_path / "run", max_step=1)
+    torch.use_deterministic_algorithms(False)
+    there = Run(tmp_path / "run")
+    assert there.plan.execution.device == "cpu"
+    there.write("plan.json", json.dumps(there.plan.with_execution(device="mps").to_json()))
+    assert prepare(config, tmp_path / "run", Recorder()).plan.execution.device == "cpu"
 
 
 @pytest.mark.slow

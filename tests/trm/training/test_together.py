@@ -54,7 +54,8 @@ def trainer_of(config, path, world):
     program = Program.of(config, data)
     place = start._Place(world, None)
     state = start._state(backend, plan, Feed(config, task, train_split), program, place)
-    trainer = start._trainer(state, Tuner(config, data, plan, log, backend.peak_bytes), log, test_split)
+    tuner = Tuner(config, data, plan, log, backend.peak_bytes)
+    trainer = start._trainer(state, tuner, log, test_split, backend)
     trainer.resume()
     if world.writes:
         begin(log.run, config)

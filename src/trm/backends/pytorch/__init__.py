@@ -1,6 +1,6 @@
 """The PyTorch backend: implements `trm.backends.base.Backend`."""
 
-from trm.backends.pytorch.device import devices, peak_bytes, prepare, warm_up
+from trm.backends.pytorch.device import devices, peak_bytes, prepare, release_memory, warm_up
 from trm.backends.pytorch.language_model import language_model
 from trm.backends.pytorch.learner import learner
 from trm.backends.pytorch.memory import estimate, state_bytes
@@ -19,6 +19,7 @@ __all__ = [
     "predictor",
     "prepare",
     "recorder",
+    "release_memory",
     "state_bytes",
     "warm_up",
 ]

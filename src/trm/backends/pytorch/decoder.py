@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from macbook_optimization.errors import CompilationError
 from trm.arrays import IntArray
-from trm.backends.pytorch.fused import converting_linear, normalized, rotated, swiglu
+from trm.backends.draws import DECODER_STD
+from trm.backends.pytorch.fused import converting_linear, grouped_heads, normalized, swiglu
 from trm.backends.pytorch.layers import Generator
-from trm.backends.pytorch.losses import LOGITS_AT_A_TIME, SlotLosses, decoder_losses
+from trm.backends.pytorch.losses import SlotLosses, decoder_losses
 from trm.backends.pytorch.model import rotary_angles
+from trm.backends.sizes import LOGITS_AT_A_TIME
 from trm.config import DecoderConfig, TrainingConfig
 from trm.slots import random_words
 from trm.tasks.base import DataSpec
@@ -29,8 +31,6 @@ from trm.tasks.base import DataSpec
 if TYPE_CHECKING:
     from trm.backends.base import StepSettings
     from trm.backends.pytorch.step_tensors import MicroBatch
-
-INITIAL_STD = 0.02  # as in GPT-2; what adds to the residual stream starts smaller by sqrt(2 layers)
 
 
 def _normal(*shape: int, std: float, generator: Generator, dtype: torch.dtype) -> Tensor:
@@ -44,7 +44,7 @@ class Matrix(nn.Module):
     def __init__(self, rows: int, columns: int, config: DecoderConfig, generator: Generator) -> None:
         super().__init__()
         dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else torch.get_default_dtype()
-        self.weight = nn.Parameter(_normal(rows, columns, std=INITIAL_STD, generator=generator, dtype=dtype))
+        self.weight = nn.Parameter(_normal(rows, columns, std=DECODER_STD, generator=generator, dtype=dtype))
 
 
 class Norm(nn.Module):
@@ -88,15 +88,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, angles: tuple[Tensor, Tensor], cache: KeyValueCache | None) -> Tensor:
         B, L, D = x_BLD.shape
-        heads = converting_linear(x_BLD, self.qkv_proj.weight).view(B, L, -1, self.head_size).transpose(1, 2)
-        turned = rotated(heads[:, : self.num_heads + self.kv_heads], *angles)
-        query, key = torch.split(turned, [self.num_heads, self.kv_heads], dim=1)
-        value = heads[:, self.num_heads + self.kv_heads :]
+        qkv = converting_linear(x_BLD, self.qkv_proj.weight).view(B, L, -1, self.head_size)
+        shared = self.num_heads // self.kv_heads
+        query, key, value = grouped_heads(qkv, angles, self.kv_heads, shared if cache is None else 1)
         if cache is not None:
             key, value = cache.extended(key, value)
-        shared = self.num_heads // self.kv_heads
-        if shared > 1:  # `enable_gqa` is newer than the oldest supported version
-            key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
+            if shared > 1:  # `enable_gqa` is newer than the oldest supported version
+                key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=L > 1)
         return converting_linear(mixed.transpose(1, 2).reshape(B, L, D), self.o_proj.weight)
 
@@ -148,7 +146,9 @@ class Dropout:
     def __call__(self, x_BLD: Tensor, place: int) -> Tensor:
         words = random_words(self.seeds, place).astype("int64").tolist()
         masks = [
-            torch.empty(x_BLD.shape[1:]).bernoulli_(self.kept, generator=torch.Generator().manual_seed(word))
+            torch.empty(x_BLD.shape[1:], device="cpu").bernoulli_(
+                self.kept, generator=torch.Generator().manual_seed(word)
+            )
             for word in words
         ]
         return x_BLD * (torch.stack(masks) / self.kept).to(device=x_BLD.device, dtype=x_BLD.dtype)

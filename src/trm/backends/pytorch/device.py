@@ -1,6 +1,7 @@
 """The device: decided once, from the execution. No other module creates a tensor from an array.
 
-Only the CPU has been run so far.
+Weights, noise and guesses are drawn on the CPU and moved, so that a seed means the same on every device. Only
+the CPU and a device that the tests make up have been run so far; MPS has not yet been run on a Mac.
 """
 
 from __future__ import annotations
@@ -11,17 +12,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from macbook_optimization.hardware_detection import is_available
 from macbook_optimization.memory_management import peak_bytes as resident_peak_bytes
 from trm.plan import Execution
 
 
 def devices() -> tuple[str, ...]:
-    return ("cpu",)
+    """List the CPU, the GPU of a Mac, and a device that an installed package adds to torch."""
+    added: str = torch._C._get_privateuse1_backend_name()
+    module = getattr(torch, added, None)
+    works = {
+        "mps": is_available(torch.backends.mps),
+        added: module is not None and is_available(module),
+    }
+    return ("cpu", *(name for name, here in works.items() if here))
 
 
 def peak_bytes() -> int:
-    """Return the peak of the process, which on the CPU holds every tensor."""
-    return resident_peak_bytes()
+    """Return the peak of the process, and what the driver of a GPU holds for it.
+
+    The driver returns memory only when its cache is released, so what it holds is nearly its peak. If the
+    resident memory contains it, it is counted twice.
+    """
+    held = torch.mps.driver_allocated_memory() if is_available(torch.backends.mps) else 0
+    return resident_peak_bytes() + int(held)
 
 
 def prepare(execution: Execution) -> None:
@@ -37,6 +51,15 @@ def warm_up() -> None:
     torch.randn(256, 256) @ torch.randn(256, 256)
 
 
+def release_memory() -> None:
+    """Return what the driver of a GPU keeps for later tensors.
+
+    On the CPU, freed memory belongs to the C library.
+    """
+    if is_available(torch.backends.mps):
+        torch.mps.empty_cache()
+
+
 def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return the array on the device; on the CPU they share memory."""
     return torch.from_numpy(array).to(device)
@@ -46,3 +69,9 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
     """Return the tensor as an array; on the CPU they share memory."""
     array: NDArray[Any] = tensor.detach().cpu().numpy()
     return array
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything that was started on the device is computed; on the CPU it always is."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()

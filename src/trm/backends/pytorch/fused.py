@@ -3,25 +3,32 @@
 Automatic differentiation keeps every intermediate result of a layer until the backward pass. These functions
 keep only the inputs of matrix products, recompute the cheap rest, and write results in place instead of
 concatenating copies: about half the memory, and fewer passes over it. Under `torch.compile` the same
-functions are traced and fused.
+functions are traced and fused. Devices other than the CPU use the formulas of `plain`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trm.backends.pytorch import plain
+from trm.backends.pytorch.plain import product, widened
 
-def widened(x: Tensor) -> Tensor:
-    """Return at least float32, for sums and logarithms; float64 stays, so that tests can avoid rounding."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+# Types of devices on which gradients are those written by hand; memory is estimated with "meta".
+WRITTEN_BY_HAND = frozenset({"cpu", "meta"})
 
 
-# Changes hidden units in place by a symmetric matrix, so that gradients pass through the same function.
+def by_hand(x: Tensor) -> bool:
+    return x.device.type in WRITTEN_BY_HAND
+
+
+# Changes hidden units by a symmetric matrix, so that gradients pass through the same function; in place where
+# gradients are written by hand.
 Pool = Callable[[Tensor], Tensor]
 
 
@@ -30,19 +37,19 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool) -> Tensor:
-        inner = _product(x, gate_up, dim)
+        inner = product(x, gate_up, dim)
         ctx.dim = dim
         ctx.pool = pool
         ctx.save_for_backward(x, gate_up, down, inner)
         gate, up = inner.chunk(2, dim=dim)
-        return _product(pool(F.silu(gate).mul_(up)), down, dim)
+        return product(pool(F.silu(gate).mul_(up)), down, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = gradients
         x, gate_up, down, inner = ctx.saved_tensors
         dim = ctx.dim
-        d_product = ctx.pool(_product(d_out, down.T, dim))
+        d_product = ctx.pool(product(d_out, down.T, dim))
         gate, up = inner.chunk(2, dim=dim)
         silu = F.silu(gate)
         d_down = _weight_gradient(d_out, ctx.pool(silu * up), dim)
@@ -51,11 +58,7 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(d_product, silu, out=d_up)
         torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
         d_gate_up = _weight_gradient(d_inner, x, dim)
-        return _product(d_inner, gate_up.T, dim), d_gate_up, d_down, None, None
-
-
-def _product(x: Tensor, weight: Tensor, dim: int) -> Tensor:
-    return torch.mm(weight, x) if dim == 0 else torch.mm(x, weight.T)
+        return product(d_inner, gate_up.T, dim), d_gate_up, d_down, None, None
 
 
 def _weight_gradient(d_out: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -141,33 +144,61 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """With s the scale, w the weight and n channels: d_x = s w d_y - x s^3 sum(w d_y x) / n."""
         (d_y,) = gradients
         x, weight, scale = ctx.saved_tensors
-        unit = widened(x) * scale
+        wide_x = widened(x)
         wide_d = widened(d_y)
-        d_weight = (wide_d * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        d_unit = wide_d * weight
-        along = (d_unit * unit).mean(-1, keepdim=True)
-        return torch.addcmul(d_unit, unit, along, value=-1).mul_(scale).to(x.dtype), d_weight, None
+        wide_weight = widened(weight)
+        products = (wide_d * wide_x).flatten(0, -2)
+        d_weight = torch.mv(products.T, scale.flatten()).to(weight.dtype)
+        along = torch.mv(products, wide_weight).view_as(scale).div_(x.shape[-1])
+        along.mul_(scale).mul_(scale).mul_(scale)  # one by one: the cube could underflow
+        d_x = (wide_d * wide_weight).mul_(scale).addcmul_(wide_x, along, value=-1)
+        return d_x.to(x.dtype), d_weight, None
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotary positions of (..., L, size)."""
+class _GroupedHeads(torch.autograd.Function):
+    """Query, key and value in new tensors, so that nothing keeps the product alive: query and key rotated,
+    each head of key and value `copies` times.
+
+    Each is (B, heads, L, size), and lies in memory by position, as the product and the gradients do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, copies: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        target = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate_into(target, x, cos, sin)
-        return target
+        ctx.kv_heads = kv_heads
+        source = torch.split(qkv, [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
+        query, key, value = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in source)
+        _rotate_into(query, source[0], cos[:, None], sin[:, None])
+        _rotate_into(key, source[1], cos[:, None], sin[:, None])
+        value.copy_(source[2])
+        if copies > 1:
+            key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (d_y,) = gradients
         cos, sin = ctx.saved_tensors
-        d_x = torch.empty(d_y.shape, dtype=d_y.dtype, device=d_y.device)
-        _rotate_into(d_x, d_y, cos, -sin)
-        return d_x, None, None
+        d_query, d_key, d_value = (each.transpose(1, 2) for each in gradients)
+        B, L, heads, size = d_query.shape
+        kv_heads = ctx.kv_heads
+        d_qkv = torch.empty(B, L, heads + 2 * kv_heads, size, dtype=d_query.dtype, device=d_query.device)
+        to_query, to_key, to_value = torch.split(d_qkv, [heads, kv_heads, kv_heads], dim=2)
+        _rotate_into(to_query, d_query, cos[:, None], -sin[:, None])
+        _rotate_into(to_key, _sum_of_copies(d_key, kv_heads), cos[:, None], -sin[:, None])
+        to_value.copy_(_sum_of_copies(d_value, kv_heads))
+        return d_qkv, None, None, None, None
+
+
+def _sum_of_copies(gradient: Tensor, kv_heads: int) -> Tensor:
+    """Sum over the copies of each head of (B, L, heads, size)."""
+    B, L, heads, size = gradient.shape
+    copies = gradient.reshape(B, L, kv_heads, heads // kv_heads, size).unbind(3)
+    return reduce(torch.add, copies)
 
 
 def _rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -186,36 +217,52 @@ def _unpooled(hidden: Tensor) -> Tensor:
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, dim: int, pool: Pool = _unpooled) -> Tensor:
     weights = gate_up.to(x.dtype), down.to(x.dtype)
+    if not by_hand(x):
+        return product(pool(plain.gated(x, weights[0], dim)), weights[1], dim)
     result: Tensor = _SwiGLU.apply(x, *weights, dim, pool)  # type: ignore[no-untyped-call]
     return result
 
 
 def converting_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return `F.linear`; a weight of another precision is not kept in that of the activations."""
-    if weight.dtype == x.dtype:
-        return F.linear(x, weight)
+    if weight.dtype == x.dtype or not by_hand(x):
+        return F.linear(x, weight.to(x.dtype))
     result: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_and_normalize(x: Tensor, change: Tensor, dim: int, eps: float) -> Tensor:
+    if not by_hand(x):
+        return plain.add_and_normalize(x, change, dim, eps)
     result: Tensor = _AddAndNormalize.apply(x, change, dim, eps)  # type: ignore[no-untyped-call]
     return result
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not by_hand(x):
+        return plain.normalized(x, weight, eps)
     result: Tensor = _Normalize.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return result
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    result: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return result
-
-
-def split_heads(qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Turn (L, B, 3, H, size) into (3, B, H, L, size), with query and key rotated if there are angles."""
-    if angles is None:
-        return qkv.permute(2, 1, 3, 0, 4)
-    heads: Tensor = _Heads.apply(qkv, *angles)  # type: ignore[no-untyped-call]
+def grouped_heads(
+    qkv: Tensor, angles: tuple[Tensor, Tensor], kv_heads: int, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn (B, L, heads, size) into query, key and value, each (B, heads, L, size)."""
+    if not by_hand(qkv):
+        return plain.grouped_heads(qkv, angles, kv_heads, copies)
+    heads: tuple[Tensor, Tensor, Tensor] = _GroupedHeads.apply(  # type: ignore[no-untyped-call]
+        qkv, *angles, kv_heads, copies
+    )
     return heads
+
+
+def split_heads(qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Turn (L, B, 3, H, size) into query, key and value, each (B, H, L, size); the first two are rotated if
+    there are angles."""
+    if angles is None:
+        return qkv.permute(2, 1, 3, 0, 4).unbind(0)
+    if not by_hand(qkv):
+        return plain.rotated_heads(qkv.permute(2, 1, 3, 0, 4), *angles)
+    heads: Tensor = _Heads.apply(qkv, *angles)  # type: ignore[no-untyped-call]
+    return heads.unbind(0)

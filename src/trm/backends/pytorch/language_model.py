@@ -14,13 +14,14 @@ from torch import Tensor
 
 from trm.arrays import Float32Array, FloatArray, IntArray
 from trm.backends.base import Program
+from trm.backends.failures import allocations
 from trm.backends.pytorch.decoder import Decoder, KeyValueCache
 from trm.backends.pytorch.device import to_array, to_tensor
-from trm.backends.pytorch.losses import LOGITS_AT_A_TIME, token_losses
-from trm.backends.pytorch.memory import allocations
+from trm.backends.pytorch.losses import token_losses
 from trm.backends.pytorch.model import load_weights
 from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.workers import ThreadWorkers
+from trm.backends.sizes import LOGITS_AT_A_TIME
 from trm.batch import IGNORE_LABEL, Batch
 from trm.config import TrainingConfig
 from trm.plan import Execution
@@ -83,7 +84,7 @@ class TorchLanguageModel:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Float32Array:
-        inputs = torch.tensor([tokens], device=self.device)
+        inputs = to_tensor(np.array([tokens]), self.device)
         with allocations(torn=False):
             hidden = self.model(inputs, caches=self.caches)
             return to_array(self.model.token_logits(hidden[0, -1]).float())
@@ -96,4 +97,5 @@ def language_model(
     assert isinstance(model, Decoder)
     load_weights(model, weights)
     model = model.requires_grad_(False).to(torch.device(execution.device))
-    return TorchLanguageModel(model, program.training, ThreadWorkers(execution.threads, execution.workers))
+    workers = execution.workers if model.rope_cos.device.type == "cpu" else 1
+    return TorchLanguageModel(model, program.training, ThreadWorkers(execution.threads, workers))

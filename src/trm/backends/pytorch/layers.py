@@ -19,17 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from macbook_optimization.training_config_adapter import Checkpointing
-from trm.backends.pytorch.fused import add_and_normalize, split_heads, swiglu
+from trm.backends.draws import TRUNCATED_STD
+from trm.backends.pytorch.fused import add_and_normalize, by_hand, split_heads, swiglu
 from trm.backends.pytorch.windows import windowed_attention
 from trm.config import ModelConfig
 from trm.tasks.base import GridLayout
 
 Generator: TypeAlias = torch.Generator | None  # None: shapes without content
 Angles: TypeAlias = tuple[Tensor, Tensor] | None  # cosines and sines of the rotary positions
-
-# Standard deviation of a standard normal truncated to [-2, 2]; dividing by it restores the requested one.
-_TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 # Only oneDNN has a fast depthwise convolution, and PyTorch for Apple Silicon is built without it.
 _ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
@@ -45,7 +42,7 @@ def truncated_normal(*shape: int, std: float, generator: Generator) -> Tensor:
     bound = math.erf(math.sqrt(2))
     uniform = torch.rand(*shape, generator=generator) * (2 * bound) - bound
     normal = torch.erfinv(uniform) * math.sqrt(2)
-    return normal.clamp(-2, 2) * (std / _TRUNCATED_STD)
+    return normal.clamp(-2, 2) * (std / TRUNCATED_STD)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,11 +94,17 @@ class GroupPoolingMLP(SwiGLU):
         # Dimensions: box row, row in box, box column, column in box, digit, slot, unit.
         grid = hidden.view(columns, rows, rows, columns, size, -1, hidden.shape[-1])
         summed_dims = ((2, 3), (0, 1), (1, 3), (4,))  # of a row, a column, a box, a cell
+        first = hidden.shape[-1] - 4 * self.units
+        parts = [grid[..., :first]]
         for kind, dims in enumerate(summed_dims):
-            start = hidden.shape[-1] - (4 - kind) * self.units
+            start = first + kind * self.units
             group = grid[..., start : start + self.units]
-            group.copy_(group.sum(dims, keepdim=True).mul_(size**-0.5).expand_as(group))
-        return hidden
+            pooled = group.sum(dims, keepdim=True).mul_(size**-0.5).expand_as(group)
+            if by_hand(hidden):
+                group.copy_(pooled)
+            else:
+                parts.append(pooled)
+        return hidden if by_hand(hidden) else torch.cat(parts, dim=-1).view_as(hidden)
 
 
 class PositionMLP(SwiGLU):
@@ -218,9 +221,6 @@ class Layer(nn.Module):
             mixer = getattr(self, self.mixer_name)
             x_LBD = add_and_normalize(x_LBD, mixer(x_LBD, angles, mask), mixer.norm_dim, self.eps)
         return add_and_normalize(x_LBD, self.mlp(x_LBD), -1, self.eps)
-
-
-RECOMPUTE_EVERY: dict[Checkpointing, int] = {"none": 0, "alternate": 2, "all": 1}
 
 
 class Block(nn.Module):

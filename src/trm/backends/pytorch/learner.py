@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, NonFiniteError
+from macbook_optimization.errors import AllocationFailed, MemoryBudgetError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
 from trm.backends.base import EXCHANGE, Program, StepResult, StepSettings
+from trm.backends.failures import allocations, require_finite
 from trm.backends.pytorch.decoder import Decoder
-from trm.backends.pytorch.device import prepare, to_array, to_tensor
+from trm.backends.pytorch.device import prepare, synchronize, to_array, to_tensor
 from trm.backends.pytorch.gradients import gradient_stream
 from trm.backends.pytorch.language_model import TorchLanguageModel
-from trm.backends.pytorch.layers import RECOMPUTE_EVERY
 from trm.backends.pytorch.learner_state import Groups, copy_from_writer, digest, load_state, whole_state
 from trm.backends.pytorch.losses import SlotLosses
-from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.message import StepMessage, StepTotals
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.models import new_model
@@ -37,6 +36,7 @@ from trm.backends.pytorch.optim import OPTIMIZERS, average_into, clip_gradients,
 from trm.backends.pytorch.predictor import TorchPredictor
 from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
+from trm.backends.sizes import RECOMPUTE_EVERY
 from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
 from trm.plan import Execution
@@ -74,8 +74,10 @@ class TorchLearner:
         self.message = StepMessage.of(program, list(self.parameters.values())) if world.size > 1 else None
 
     def _new_workers(self, execution: Execution) -> ThreadWorkers:
-        """Return the workers; gradients that leave their parameter need one, as it is the same for all."""
-        return ThreadWorkers(execution.threads, execution.workers if self.stream is None else 1)
+        """Return the workers. Gradients that leave their parameter need one, as it is the same for all, and
+        so does a device that computes one operation after the other."""
+        may_share = self.stream is None and self.device.type == "cpu"
+        return ThreadWorkers(execution.threads, execution.workers if may_share else 1)
 
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
@@ -93,7 +95,8 @@ class TorchLearner:
         self.execution = execution
 
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         if self.stream is not None:
             self.stream.begin(settings.step, settings.learning_rate)
         if self.execution.optimizer_in_backward:
@@ -168,6 +171,7 @@ class TorchLearner:
             taken = tensors.take(rows)
             losses, new_latents = self.model.losses(taken, settings, self.training)
             mean = losses.total / self.program.num_slots
+            synchronize(self.device)
         forward = time.monotonic()
         with self.phase("backward"):
             gradients: Sequence[Tensor | None] = [None] * len(tensors.learned)
@@ -175,6 +179,7 @@ class TorchLearner:
                 gradients = torch.autograd.grad(mean, tensors.learned, allow_unused=True)
             else:
                 mean.backward()  # type: ignore[no-untyped-call]
+            synchronize(self.device)
         tensors.keep(rows, new_latents)
         losses = losses._replace(total=losses.total.detach())
         return _Computed(list(gradients), losses, forward - started, time.monotonic() - forward)
@@ -190,7 +195,7 @@ class TorchLearner:
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
         row_norm = 0.0 if rows_gradient is None else float(rows_gradient.norm())
-        _require_finite(loss, grad_norm + row_norm, settings.step)  # the weights are still good
+        require_finite(loss, grad_norm + row_norm, settings.step)  # the weights are still good
         if self.stream is not None:
             self.stream.update()
         else:
@@ -202,6 +207,7 @@ class TorchLearner:
         if self.training.ema:
             averages = dict(self.averaged.named_parameters())
             average_into(averages, self.parameters, self.training.ema_rate)
+        synchronize(self.device)
         return grad_norm
 
     def predictor(self) -> TorchPredictor:
@@ -243,14 +249,6 @@ class TorchLearner:
 
     def message_seconds(self) -> float:
         return 0.0 if self.message is None else self.message.time_one(self.world)
-
-
-def _require_finite(loss: float, grad_norm: float, step: int) -> None:
-    if not np.isfinite(loss + grad_norm):
-        raise NonFiniteError(
-            f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}.",
-            hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
-        )
 
 
 def not_recorded(phase: str) -> AbstractContextManager[object]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from macbook_optimization.json_types import JsonObject
+from trm.backends.failures import check_shapes
 from trm.backends.pytorch.device import to_array
-from trm.backends.pytorch.model import check_shapes
 from trm.backends.sharing import at_writer
 from trm.backends.world import World
 
@@ -67,5 +67,5 @@ def digest(weights: Named) -> str:
     """Return the SHA-256 of the bits of all weights."""
     found = hashlib.sha256()
     for tensor in weights.values():
-        found.update(to_array(tensor.detach().contiguous().view(-1).view(torch.uint8)).data)
+        found.update(to_array(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)).data)
     return found.hexdigest()

@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trm.backends.pytorch.fused import widened
+from trm.backends.pytorch.plain import widened
 from trm.batch import IGNORE_LABEL, exact_rows
 from trm.config import TrainingConfig
 
 if TYPE_CHECKING:
     from trm.backends.pytorch.model import TinyRecursiveModel
-
-LOGITS_AT_A_TIME = 2**24  # 64 MiB in float32
 
 
 def log_stablemax(logits: Tensor) -> Tensor:
@@ -108,7 +106,8 @@ def decoder_losses(
     """
     labelled = labels_BL != IGNORE_LABEL
     counts = labelled.sum(-1)
-    if bool(labelled.all()):  # as in all of training: nothing has to be copied
+    full = bool(labelled.all())  # as in all of training: nothing has to be copied
+    if full:
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     else:
         hidden, labels = hidden_BLD[labelled], labels_BL[labelled]
@@ -126,7 +125,14 @@ def decoder_losses(
             checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
         ]
     per_token, right = (torch.cat(each) for each in zip(*computed, strict=True))
+    if full:
+        total = (per_token / labels_BL.shape[1]).sum()
+        return SlotLosses(total, right.view(labels_BL.shape).sum(-1), counts, _no_margins(total, counts))
     slot_of = labelled.nonzero()[:, 0]
     correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
     total = (per_token / counts[slot_of]).sum()
-    return SlotLosses(total, correct, counts, total.detach().new_zeros(len(labels_BL)))
+    return SlotLosses(total, correct, counts, _no_margins(total, counts))
+
+
+def _no_margins(total: Tensor, counts: Tensor) -> Tensor:
+    return torch.zeros(len(counts), dtype=total.dtype, device=total.device)

@@ -2,29 +2,30 @@
 
 This serves when a measurement is impossible because not even one example fits. The model is built without
 weights and passed through once without arithmetic, and what autograd would keep for the backward pass is
-counted. Also here: what distinguishes a failed allocation from other errors.
+counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.memory_management import MemoryModel
 from trm.backends.base import Program
 from trm.backends.pytorch.decoder import Decoder
-from trm.backends.pytorch.layers import RECOMPUTE_EVERY
-from trm.backends.pytorch.losses import LOGITS_AT_A_TIME
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.optim import OPTIMIZERS
-from trm.backends.sizes import count_latents, count_positions, count_weights
+from trm.backends.sizes import (
+    LOGITS_AT_A_TIME,
+    RECOMPUTE_EVERY,
+    count_latents,
+    count_positions,
+    count_weights,
+)
 from trm.config import AnyModelConfig, DecoderConfig
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
@@ -146,24 +147,3 @@ def _kept_by(network: TinyRecursiveModel | Decoder) -> float:
             rows = torch.empty(1, width, device="meta") if width else None
             network(inputs, rows, network.start(1), cycles=1)
     return float(sum(size for _, size in stores.values()))
-
-
-# torch has no exception for this; oneDNN and the C++ library have messages of their own.
-_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "create a primitive")
-
-
-@contextmanager
-def allocations(*, torn: bool) -> Iterator[None]:
-    """Raise `AllocationFailed` for every kind of failed allocation; `torn` says that the weights may be
-    half updated then."""
-    failed = False
-    try:
-        yield
-    except MemoryError:
-        failed = True
-    except RuntimeError as error:
-        failed = any(words in str(error) for words in _NO_MEMORY)
-        if not failed:
-            raise
-    if failed:  # raised here, where no traceback keeps the tensors alive
-        raise AllocationFailed(torn=torn)

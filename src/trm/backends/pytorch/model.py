@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from macbook_optimization.errors import CheckpointError
+from trm.backends.failures import check_shapes
 from trm.backends.pytorch.compile import compile_block
-from trm.backends.pytorch.fused import widened
 from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
+from trm.backends.pytorch.plain import widened
 from trm.backends.sizes import count_positions
 from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import DataSpec
@@ -263,15 +263,3 @@ class TinyRecursiveModel(nn.Module):
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     check_shapes(model.state_dict(), weights, "The weights do")
     model.load_state_dict(weights)
-
-
-def check_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what_do: str) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    if expected != found:
-        wrong = sorted(
-            f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
-            for name in {*expected, *found}
-            if expected.get(name) != found.get(name)
-        )
-        raise CheckpointError(f"{what_do} not fit the model of the recipe: {'; '.join(wrong[:5])}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trm.backends.pytorch.fused import widened
+from trm.backends.pytorch.plain import widened
 from trm.config import TrainingConfig
 
 Named = Mapping[str, Tensor]
@@ -97,7 +97,7 @@ class AdamW:
     def corrected_moments(self, update: Update) -> tuple[Tensor, Tensor]:
         """Update both moments, and return them without the bias of their start at zero."""
         mean = self.first_moment(update) / (1 - self.training.beta1**update.step)
-        return mean, (self.second_moment(update) / (1 - self.training.beta2**update.step)).sqrt()
+        return mean, (self.second_moment(update) / (1 - self.training.beta2**update.step)).sqrt_()
 
 
 def _stored(kept: Tensor, wide: Tensor) -> Tensor:
@@ -207,7 +207,8 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> float:
     would not scale them alike.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    # Not every device has double precision.
+    norms = [torch.linalg.vector_norm(gradient.cpu(), dtype=torch.float64) for gradient in gradients]
     norm = float(torch.linalg.vector_norm(torch.stack(norms)))
     if limit is not None and (scale := limit / (norm + 1e-6)) < 1:
         for gradient in gradients:

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from trm.arrays import IntArray
 from trm.backends.base import Program, StepOutput
+from trm.backends.failures import allocations
 from trm.backends.pytorch.device import to_array, to_tensor
 from trm.backends.pytorch.losses import probabilities as probabilities_of
-from trm.backends.pytorch.memory import allocations
 from trm.backends.pytorch.model import TinyRecursiveModel, load_weights
 from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.workers import ThreadWorkers
+from trm.backends.sizes import LOGITS_AT_A_TIME
 from trm.batch import PAD_TOKEN, Batch
 from trm.config import TrainingConfig
 from trm.plan import Execution
-
-LOGITS_AT_A_TIME = 2**24
 
 
 class TorchPredictor:
@@ -112,4 +111,5 @@ def predictor(program: Program, execution: Execution, weights: Mapping[str, Tens
     assert isinstance(model, TinyRecursiveModel)
     load_weights(model, weights)
     model = model.requires_grad_(False).to(torch.device(execution.device))
-    return TorchPredictor(model, program.training, ThreadWorkers(execution.threads, execution.workers))
+    workers = execution.workers if model.initial_latents.device.type == "cpu" else 1
+    return TorchPredictor(model, program.training, ThreadWorkers(execution.threads, workers))

@@ -73,7 +73,7 @@ class StepTensors:
             labels=labels if padding is None else labels.masked_fill(padding, IGNORE_LABEL),
             fresh=to_tensor(batch.fresh, device),
             padding=padding,
-            learned=list(model.parameters()),
+            learned=list(learner.parameters.values()),
             latents=learner.latents,
             new_latents=learner.spare,
             noise=learner.training.noise,
@@ -98,16 +98,18 @@ class StepTensors:
         rows = self._rows(part)
         taken = self.batch[rows].trimmed()
         length = taken.inputs.shape[1]
+        at = self._on_device(rows)
         puzzle_rows = None
         if self.rows is not None and self.row_of_slot is not None:
-            puzzle_rows = self.rows[self.row_of_slot[rows]]
-        padding = None if self.padding is None else self.padding[rows, :length]
+            puzzle_rows = self.rows[self.row_of_slot[at]]
+        padding = None if self.padding is None else self.padding[at, :length]
         weights = None
         if taken.weights is not None:
-            weights = to_tensor(taken.weights, self.inputs.device).to(self.learned[0].dtype)
+            rounded = to_tensor(taken.weights, torch.device("cpu")).to(self.learned[0].dtype)
+            weights = rounded.to(self.inputs.device)  # which may lack double precision
         return MicroBatch(
-            inputs=self.inputs[rows, :length],
-            labels=self.labels[rows, :length],
+            inputs=self.inputs[at, :length],
+            labels=self.labels[at, :length],
             padding=padding,
             puzzle_rows=puzzle_rows,
             latents=self._latents(taken, rows),
@@ -127,7 +129,7 @@ class StepTensors:
             latents = latents + self.noise * torch.cat(drawn, dim=2)
         if self.latents is not None:
             carried = self.latents[:, : latents.shape[1], self._own(rows)]
-            latents = torch.where(self.fresh[rows][:, None], latents, carried)
+            latents = torch.where(self.fresh[self._on_device(rows)][:, None], latents, carried)
         return latents
 
     def keep(self, part: slice, new_latents: Tensor | None) -> None:
@@ -147,11 +149,14 @@ class StepTensors:
         """Return the rows of a slice of the order of computation."""
         return part if self.by_length is None else self.by_length[part]
 
-    def _own(self, rows: slice | IntArray) -> slice | IntArray:
+    def _own(self, rows: slice | IntArray) -> slice | Tensor:
         """Return the place of these rows in this rank's latents."""
         if isinstance(rows, slice):
             return slice(self.first_row + rows.start, self.first_row + rows.stop)
-        return self.first_row + rows
+        return to_tensor(self.first_row + rows, self.inputs.device)
+
+    def _on_device(self, rows: slice | IntArray) -> slice | Tensor:
+        return rows if isinstance(rows, slice) else to_tensor(rows, self.inputs.device)
 
 
 def _first_row(batch: Batch, owned: slice) -> int:

@@ -1,0 +1,247 @@
+"""Which backend and device a run uses: what the recipe names or, with `auto`, the fastest one.
+
+Nothing but PyTorch on the CPU is used before `device_check` has compared it with that; the verdict is cached
+per recipe, version and machine. What fails the check is named, and the CPU takes its place.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from macbook_optimization.children import ChildDied, run_in_child
+from macbook_optimization.cpu_optimization import environment
+from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
+from macbook_optimization.hardware_detection import on_macos
+from macbook_optimization.json_types import JsonObject
+from trm.backends.base import Program
+from trm.config import did_you_mean
+from trm.plan import Execution
+from trm.planning.cache import LIBRARIES, cache_directory, cache_key, read_cached, write_cached
+from trm.planning.fitting import fitted
+from trm.planning.planner import Planner
+
+AUTO = "auto"
+CHECK_SECONDS = 900
+
+
+class Place(NamedTuple):
+    """Where a recipe is computed."""
+
+    backend: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.device}"
+
+
+REFERENCE = Place("pytorch", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of the check; without a problem the place may be used."""
+
+    backend: str
+    device: str
+    problem: str | None = None
+    tensor: str | None = None  # the first one that differs, if it is a single one
+
+    @property
+    def place(self) -> Place:
+        return Place(self.backend, self.device)
+
+    def __str__(self) -> str:
+        if self.problem is None:
+            return "agrees with the CPU"
+        where = "" if self.tensor is None else f"{self.tensor}: "
+        return f"failed the check: {where}{self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    planner: Planner  # whose recipe names one backend and one device
+    reason: str | None = None  # None: there was no choice
+    verdicts: tuple[Verdict, ...] = ()  # of this start
+
+    @property
+    def rejected(self) -> tuple[Verdict, ...]:
+        return tuple(each for each in self.verdicts if each.problem is not None)
+
+
+def choose_device(planner: Planner) -> DeviceChoice:
+    """Replace `auto` and whatever fails the check. With the CPU alone, this does nothing."""
+    wanted = wanted_place(planner)
+    places = candidates(wanted) if AUTO in wanted else [wanted]
+    others = [each for each in places if each != REFERENCE]
+    if not others:
+        return DeviceChoice(at(planner, REFERENCE))
+    why_not = unsuitable(planner, others[0])
+    if why_not is not None:
+        planner.display.message(f"warning: {why_not}; {REFERENCE} is used.")
+        return DeviceChoice(at(planner, REFERENCE), why_not)
+    verdicts = tuple(check(planner, each) for each in candidates(wanted) if each != REFERENCE)
+    for verdict in verdicts:
+        if verdict.problem is not None:
+            planner.display.message(f"warning: {verdict.place} {verdict}. It is not used.")
+    usable = [each.place for each in verdicts if each.problem is None]
+    if AUTO in wanted and matches(REFERENCE, wanted):
+        usable.insert(0, REFERENCE)
+    chosen, reason = _chosen(planner, usable, verdicts)
+    return DeviceChoice(at(planner, chosen), reason, verdicts)
+
+
+def _chosen(planner: Planner, usable: list[Place], verdicts: tuple[Verdict, ...]) -> tuple[Place, str]:
+    if len(usable) > 1:
+        return _fastest(planner, usable)
+    if usable and usable[0] != REFERENCE:
+        return usable[0], "it agrees with the CPU in a check"
+    return REFERENCE, "; ".join(f"{each.place} {each}" for each in verdicts)
+
+
+def fitted_on_cpu(planner: Planner) -> Planner:
+    """Make the recipe small enough for this machine; which device it is for is decided afterwards."""
+    return at(fitted(at(planner, REFERENCE)), wanted_place(planner))
+
+
+def wanted_place(planner: Planner) -> Place:
+    return Place(planner.config.plan.backend, planner.config.plan.device)
+
+
+def at(planner: Planner, place: Place) -> Planner:
+    """Return the planner of the same recipe at another place."""
+    plan = planner.config.plan.model_copy(update=place._asdict())
+    return replace(planner, config=planner.config.model_copy(update={"plan": plan}))
+
+
+def unsuitable(planner: Planner, place: Place) -> str | None:
+    """Return why a recipe cannot be computed elsewhere than on the CPU, or None."""
+    if planner.config.training.deterministic:
+        return "training.deterministic needs PyTorch on the CPU, which alone promises the same bits again"
+    in_bfloat16 = getattr(planner.config.model, "weights_dtype", "float32") != "float32"
+    if in_bfloat16 and place.backend == "pytorch":
+        return f"model.weights_dtype=bfloat16 is for the CPU; {place.device} computes in float32 only"
+    return None
+
+
+def matches(place: Place, wanted: Place) -> bool:
+    return all(want in (AUTO, have) for have, want in zip(place, wanted, strict=True))
+
+
+def candidates(wanted: Place) -> list[Place]:
+    """List what exists on this machine and matches; `auto` leaves out the CPU of a backend with a GPU."""
+    backends = installed_backends() if wanted.backend == AUTO else [wanted.backend]
+    found = []
+    for backend in backends:
+        devices = devices_of(backend, cheaply=wanted.device == AUTO)
+        if wanted.device == AUTO and backend != REFERENCE.backend:
+            devices = devices[-1:]
+        found += [Place(backend, device) for device in devices if matches(Place(backend, device), wanted)]
+        if wanted.device not in (AUTO, *devices) and wanted.backend != AUTO:
+            raise ConfigError(
+                f"The backend {backend} has no device {wanted.device!r} here"
+                f"{did_you_mean(wanted.device, (*devices, AUTO))}",
+                hint=f"Set plan.device to one of: {', '.join((*devices, AUTO))}",
+            )
+    if not found:
+        raise ConfigError(f"No backend has a device {wanted.device!r} here", hint="Set plan.device to auto.")
+    return found
+
+
+def installed_backends() -> list[str]:
+    return [name for name, library in LIBRARIES.items() if importlib.util.find_spec(library) is not None]
+
+
+def devices_of(backend: str, *, cheaply: bool) -> tuple[str, ...]:
+    """List the devices of a backend; importing it takes seconds, so the answer is cached.
+
+    `cheaply`: PyTorch has another device than the CPU only on a Mac, or where a package adds one.
+    """
+    added = sorted(each.value for each in importlib.metadata.entry_points(group="torch.backends"))
+    if cheaply and backend == REFERENCE.backend and not on_macos() and not added:
+        return (REFERENCE.device,)
+    if backend not in LIBRARIES or importlib.util.find_spec(LIBRARIES[backend]) is None:
+        return tuple(run_in_child(f"{_CHECK}:list_devices", {"backend": backend}))  # says what is missing
+    library = importlib.metadata.version(LIBRARIES[backend])
+    known = "-".join((backend, library, platform.machine(), platform.release(), *added))
+    file = cache_directory() / "devices" / f"{known.replace('/', '_').replace(':', '_')}.json"
+    facts = read_cached(file)
+    if facts is None:
+        facts = {"devices": run_in_child(f"{_CHECK}:list_devices", {"backend": backend})}
+        write_cached(file, facts)
+    return tuple(str(each) for each in facts["devices"])
+
+
+_CHECK = "trm.planning.device_check"
+
+
+def check(planner: Planner, place: Place) -> Verdict:
+    """Return the verdict about a place, from the cache or by the check."""
+    file = _verdict_file(planner, place)
+    known = read_cached(file)
+    if known is not None and {"problem", "tensor"} <= known.keys():
+        return Verdict(*place, known["problem"], known["tensor"])
+    planner.display.message(f"Checking {place} against PyTorch on the CPU, with steps of this recipe.")
+    try:
+        found: JsonObject | None = run_in_child(
+            f"{_CHECK}:compare",
+            {
+                "config": planner.config.model_dump(mode="json"),
+                "execution": asdict(_execution(planner, place)),
+            },
+            environment=environment(_threads(planner)),
+            timeout_seconds=CHECK_SECONDS,
+        )
+    except (AllocationFailed, MemoryBudgetError, NonFiniteError) as error:
+        return Verdict(*place, str(error))
+    except ChildDied as death:
+        verdict = Verdict(*place, f"the check {death}")
+        if not death.traceback_shown or death.may_be_out_of_memory:  # another time it may succeed
+            return verdict
+    else:
+        verdict = Verdict(*place, **(found or {}))
+    write_cached(file, {"problem": verdict.problem, "tensor": verdict.tensor})
+    return verdict
+
+
+def _execution(planner: Planner, place: Place) -> Execution:
+    return Execution(
+        threads=_threads(planner),
+        backend=place.backend,
+        device=place.device,
+        gradient_checkpointing=planner.config.plan.gradient_checkpointing or "none",
+        optimizer_in_backward=planner.config.plan.optimizer_in_backward,
+    )
+
+
+def _threads(planner: Planner) -> int:
+    return planner.config.plan.threads or planner.hardware.cpu.compute_threads
+
+
+def _verdict_file(planner: Planner, place: Place) -> Path:
+    program = Program.of(planner.config, planner.data)
+    key = cache_key(
+        program, planner.hardware, backend=place.backend, check=asdict(_execution(planner, place))
+    )
+    return cache_directory() / "checks" / f"{key}.json"
+
+
+def _fastest(planner: Planner, places: list[Place]) -> tuple[Place, str]:
+    """Measure every place with the probe that plans use, and return the fastest; the CPU if there is none."""
+    measured = {place: rate_of(planner, place) for place in places}
+    rates = {place: rate for place, rate in measured.items() if rate is not None}
+    if not rates:
+        return REFERENCE, "no step could be measured"
+    readings = ", ".join(f"{rate:.3g} samples/s with {place}" for place, rate in rates.items())
+    return max(rates, key=lambda place: rates[place]), f"measured {readings}"
+
+
+def rate_of(planner: Planner, place: Place) -> float | None:
+    """Return the samples per second of the recipe at a place, or None if no step survives there."""
+    there, _ = at(planner, place).corrected()
+    measured = replace(there, subject=str(place)).measurer.measure(there.execution())
+    return None if measured is None else measured.best_rate
