@@ -90,7 +90,7 @@ VALUES = {
 }
 NOT_PATHS = ("name", "category")  # other arguments that a command needs
 CHANGED_RUN = "mail-run"  # by corrections
-SLOW = ("doctor", "bench", "tune")  # they measure the machine for many seconds when they are not refused
+SLOW = ("doctor", "bench", "selfcheck", "tune")  # measure the machine for many seconds, if not refused
 OPTIONAL = ("predict dataset", "eval dataset", "train file")
 
 

@@ -218,6 +218,7 @@ OUTPUTS = {
     "export file": ("checkpoint", "export", "nowhere"),
     "copy file": ("recipes", "copy", "nowhere"),
     "explain html": ("email", "explain", "nowhere", "letter", "--html"),
+    "selfcheck out": ("selfcheck", "--out"),
     "eval html": ("email", "eval", "nowhere", "letter", "--html"),
 }
 

@@ -27,6 +27,7 @@ from trm.cli.predict import predict
 from trm.cli.recipes import recipes
 from trm.cli.report import report
 from trm.cli.runs import runs
+from trm.cli.selfcheck import selfcheck
 from trm.cli.streams import flush, open_closed_streams
 from trm.cli.train import train
 from trm.cli.tune import tune
@@ -64,7 +65,7 @@ def cli() -> None:
 
 for command in (
     data, checkpoint, doctor, bench, train, join, tune, evaluate, predict, email, recipes, report, runs,
-    watch,
+    watch, selfcheck,
 ):  # fmt: skip
     cli.add_command(command)
 
