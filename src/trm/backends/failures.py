@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from macbook_optimization.errors import AllocationFailed, CheckpointError, NonFiniteError
+from macbook_optimization.errors import (
+    AllocationFailed,
+    CheckpointError,
+    MemoryBudgetError,
+    NonFiniteError,
+)
 
 # Neither torch nor MLX has an exception for this; oneDNN and the C++ library have messages of their own.
 _NO_MEMORY = (
@@ -31,6 +36,19 @@ def allocations(*, torn: bool) -> Iterator[None]:
             raise
     if failed:  # raised here, where no traceback keeps the tensors alive
         raise AllocationFailed(torn=torn)
+
+
+@contextmanager
+def creating_a_learner() -> Iterator[None]:
+    """Raise `MemoryBudgetError` if there is no room for the state of a learner."""
+    try:
+        with allocations(torn=False):
+            yield
+    except AllocationFailed as error:
+        raise MemoryBudgetError(
+            "The model and its slots do not fit into memory.",
+            hint="Lower model.hidden_size or training.effective_batch_size.",
+        ) from error
 
 
 def require_finite(loss: float, grad_norm: float, step: int) -> None:

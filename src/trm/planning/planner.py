@@ -190,9 +190,8 @@ class Planner:
         key = self.config.model_dump_json()
         if key not in self.estimated:
             levels = list(dict.fromkeys(level for level, _ in self._memory_savings()))
-            self.estimated[key] = estimate_recipe(
-                self.config, self.data, self.budget, self.execution(), levels
-            )
+            execution = self.execution()
+            self.estimated[key] = estimate_recipe(self.config, self.data, self.budget, execution, levels)
         return self.estimated[key]
 
     def _is_clearly_too_large(self, checkpointing: Checkpointing, allocator: str) -> bool:

@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_those_of_pytorch(variant, loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", MANY)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_twenty_steps_of_terminal_supervision_stay_together(variant):
     training = training_config(supervision="terminal", learning_rate=1e-3)
     theirs, ours = twins(model_config(**VARIANTS[variant]), training)

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from rank_processes import TIMEOUT_SECONDS, run_ranks, start_ranks
+from ranks import thread_worlds
 from test_gloo import DATA, DECODER, NUM_SLOTS, TEXT, take_step
 from tiny import VARIANTS, model_config, training_config
 
@@ -50,6 +51,16 @@ def test_two_processes_have_the_losses_of_one(kind):
     (losses, digest), (others_losses, others_digest) = run_ranks(losses_of, (32, 16), kind, backend="mlx")
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
     assert (losses, digest) == (others_losses, others_digest)
+
+
+@pytest.mark.parametrize("message", ["bfloat16", "topk"])
+def test_a_message_that_is_not_float32_is_refused_where_it_would_be_exchanged(message):
+    training = training_config(gradient_message=message, effective_batch_size=NUM_SLOTS)
+    program = Program(model_config(**VARIANTS["mixer"]), training, DATA)
+    load_backend(ON_MLX).learner(program, ON_MLX, SingleProcess(NUM_SLOTS))
+    (world, *_) = thread_worlds((32, 16))
+    with pytest.raises(ConfigError, match="in float32 only"):
+        load_backend(ON_MLX).learner(program, ON_MLX, world)
 
 
 def differences_from_common_states(world):

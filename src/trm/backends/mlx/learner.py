@@ -16,16 +16,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from macbook_optimization.errors import (
-    AllocationFailed,
-    ConfigError,
-    MemoryBudgetError,
-)
+from macbook_optimization.errors import ConfigError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import EXCHANGE, Program, StepResult, StepSettings
+from trm.backends.base import Program, StepResult, StepSettings
 from trm.backends.draws import Draws
-from trm.backends.failures import allocations, require_finite
+from trm.backends.failures import allocations, creating_a_learner, require_finite
 from trm.backends.mlx.compile import Compilations, Functions, functions_of
 from trm.backends.mlx.decoder import Decoder
 from trm.backends.mlx.device import prepare, start_computing, to_array
@@ -40,9 +36,9 @@ from trm.backends.mlx.optim import OPTIMIZERS, averaged, clipped, global_norm, s
 from trm.backends.mlx.predictor import MlxPredictor
 from trm.backends.mlx.step_arrays import MicroBatch, StepArrays
 from trm.backends.sizes import RECOMPUTE_EVERY
+from trm.backends.step_times import StepTimes
 from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
-from trm.config import ModelConfig
 from trm.plan import Execution
 
 
@@ -69,11 +65,8 @@ class MlxLearner:
             owned = owned_slots(world)
             self.latents = self.recursion.start(self.weights, owned.stop - owned.start)
         mx.eval(self.weights, self.moments, self.latents)
-        self.message: StepMessage | None = None  # exchanged with other ranks, if there are any
-        if world.size > 1:
-            shapes = {name: each.shape for name, each in self.parameters.items()}
-            row_size = program.model.puzzle_emb_ndim if isinstance(program.model, ModelConfig) else 0
-            self.message = StepMessage(shapes, self.training, row_size)
+        # Exchanged with other ranks, if there are any.
+        self.message = StepMessage.of(program, self.parameters) if world.size > 1 else None
         self.plain = functions_of(self.network, program)
         self.compilations = Compilations(program)
         self.compiled = self._compiled(execution)
@@ -106,7 +99,7 @@ class MlxLearner:
         return self.compilations.get(execution.compiled_size, execution.precision, self.weights, learned)
 
     def step(self, batch: Batch, settings: StepSettings, next_size: Callable[[int], int]) -> StepResult:
-        times = _Times()
+        times = StepTimes()
         arrays = StepArrays.of(self, batch)
         try:
             with allocations(torn=False):
@@ -135,7 +128,7 @@ class MlxLearner:
         )
 
     def _compute(
-        self, arrays: StepArrays, settings: StepSettings, next_size: Callable[[int], int], times: _Times
+        self, arrays: StepArrays, settings: StepSettings, next_size: Callable[[int], int], times: StepTimes
     ) -> tuple[StepTotals, Weights]:
         """Compute every micro-batch, and add up gradients and losses."""
         losses: list[SlotLosses] = []
@@ -156,14 +149,14 @@ class MlxLearner:
         return StepTotals(sum(float(each.total) for each in losses), *per_slot), summed
 
     def _gradients(
-        self, arrays: StepArrays, settings: StepSettings, part: slice, times: _Times
+        self, arrays: StepArrays, settings: StepSettings, part: slice, times: StepTimes
     ) -> tuple[SlotLosses, Weights, mx.array | None]:
         """Compute a micro-batch: its losses, its gradients divided by the slots of all ranks, new latents."""
         started = time.monotonic()
         taken = arrays.take(part)
         learned = self._learned(arrays.row_ids)
         cycle, gradients_of = self.plain
-        if self.compiled is not None and self._is_compiled_shape(taken):
+        if self.compiled is not None and _has_shape(taken, self.execution.compiled_size):
             cycle, gradients_of = self.compiled
             taken = taken._replace(noise_seeds=None)  # what is not an array would be compiled anew
         for _ in range(settings.cycles - 1 if self.recursion is not None else 0):
@@ -180,8 +173,7 @@ class MlxLearner:
         mx.eval(losses, new_latents)
         forward = time.monotonic()
         mx.eval(gradients)
-        times.forward += forward - started
-        times.backward += time.monotonic() - forward
+        times.add(forward - started, time.monotonic() - forward)
         return SlotLosses(*losses), gradients, new_latents
 
     def _learned(self, row_ids: IntArray | None) -> dict[str, mx.array]:
@@ -194,10 +186,6 @@ class MlxLearner:
         padded = np.zeros(self.program.num_slots, dtype=np.int32)
         padded[: len(row_ids)] = row_ids
         return {**self.parameters, PUZZLE_ROWS: self.weights[PUZZLE_ROWS][mx.array(padded)]}
-
-    def _is_compiled_shape(self, taken: MicroBatch) -> bool:
-        is_full = taken.padding is None and taken.places is None
-        return is_full and len(taken.inputs) == self.execution.compiled_size
 
     def _update(
         self, loss: float, arrays: StepArrays, settings: StepSettings, gradients: dict[str, mx.array]
@@ -213,18 +201,15 @@ class MlxLearner:
             parameters = {name: weights[name] for name in gradients}
             averages = averaged(averages, parameters, self.training.ema_rate)
         if rows_gradient is not None and arrays.row_ids is not None:
-            weights[PUZZLE_ROWS] = self._new_rows(arrays.row_ids, rows_gradient, settings.puzzle_emb_lr)
+            ids = mx.array(arrays.row_ids.astype(np.int32))
+            table = mx.array(self.weights[PUZZLE_ROWS])
+            decay = self.training.puzzle_emb_weight_decay
+            table[ids] = sign_descent(table[ids], rows_gradient, settings.puzzle_emb_lr, decay)
+            weights[PUZZLE_ROWS] = table
         latents = arrays.new_latents()
         mx.eval(weights, moments, averages, latents)
         self.weights, self.moments, self.averages, self.latents = weights, moments, averages, latents
         return grad_norm
-
-    def _new_rows(self, row_ids: IntArray, gradient: mx.array, learning_rate: float) -> mx.array:
-        """Return the table of puzzle embeddings with the rows of this step replaced."""
-        table = mx.array(self.weights[PUZZLE_ROWS])
-        ids = mx.array(row_ids.astype(np.int32))
-        table[ids] = sign_descent(table[ids], gradient, learning_rate, self.training.puzzle_emb_weight_decay)
-        return table
 
     def _for_inference(self) -> dict[str, mx.array]:
         """Return the moving average of the weights, or the weights where there is none."""
@@ -280,18 +265,10 @@ class MlxLearner:
         return 0.0 if self.message is None else self.message.time_one(self.world)
 
 
-class _Times:
-    """Where the time of one step goes."""
-
-    def __init__(self) -> None:
-        self.started = self.computed = time.monotonic()
-        self.forward = self.backward = 0.0
-        self.waited = 0.0  # for other ranks and their message
-
-    def shares(self) -> dict[str, float]:
-        optimizer = time.monotonic() - self.computed - self.waited
-        shares = {"forward": self.forward, "backward": self.backward, "optimizer": optimizer}
-        return {**shares, EXCHANGE: self.waited} if self.waited else shares
+def _has_shape(taken: MicroBatch, compiled_size: int | None) -> bool:
+    """Whether a micro-batch has the shape that its functions were compiled for."""
+    is_full = taken.padding is None and taken.places is None
+    return is_full and len(taken.inputs) == compiled_size
 
 
 def _refuse(execution: Execution) -> None:
@@ -303,11 +280,5 @@ def _refuse(execution: Execution) -> None:
 
 
 def learner(program: Program, execution: Execution, world: World) -> MlxLearner:
-    try:
-        with allocations(torn=False):
-            return MlxLearner(program, execution, world)
-    except AllocationFailed as error:
-        raise MemoryBudgetError(
-            "The model and its slots do not fit into memory.",
-            hint="Lower model.hidden_size or training.effective_batch_size.",
-        ) from error
+    with creating_a_learner():
+        return MlxLearner(program, execution, world)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 import numpy as np
 
 from macbook_optimization.errors import ConfigError
 from trm.arrays import Float32Array
+from trm.backends.base import Program
 from trm.backends.mlx.device import to_array
 from trm.backends.mlx.layers import Weights
 from trm.backends.mlx.model import PUZZLE_ROWS
 from trm.backends.world import StepAbandoned, World
-from trm.config import TrainingConfig
+from trm.config import ModelConfig, TrainingConfig
 
 _PER_SLOT = 3
 
@@ -41,7 +42,7 @@ class StepMessage:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], training: TrainingConfig, row_size: int
     ) -> None:
-        if training.gradient_message == "bfloat16":
+        if training.gradient_message != "float32":
             raise ConfigError(
                 "The MLX backend exchanges gradients in float32 only.",
                 hint="Set training.gradient_message=float32.",
@@ -51,6 +52,13 @@ class StepMessage:
         self.row_size = row_size
         self.num_weights = sum(math.prod(shape) for shape in shapes.values())
         self.waited_seconds = 0.0
+
+    @classmethod
+    def of(cls, program: Program, parameters: Weights) -> Self:
+        shapes = {name: each.shape for name, each in parameters.items()}
+        model = program.model
+        row_size = model.puzzle_emb_ndim if isinstance(model, ModelConfig) else 0
+        return cls(shapes, program.training, row_size)
 
     def new(self, num_rows: int) -> Float32Array:
         """Return a message of zeros for a step in which this many puzzle embedding rows take part."""

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from macbook_optimization.errors import AllocationFailed, MemoryBudgetError
 from macbook_optimization.json_types import JsonObject
 from trm.arrays import Float32Array, IntArray
-from trm.backends.base import EXCHANGE, Program, StepResult, StepSettings
-from trm.backends.failures import allocations, require_finite
+from trm.backends.base import Program, StepResult, StepSettings
+from trm.backends.failures import allocations, creating_a_learner, require_finite
 from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.device import prepare, synchronize, to_array, to_tensor
-from trm.backends.pytorch.gradients import gradient_stream
+from trm.backends.pytorch.gradients import GradientStream, gradient_stream
 from trm.backends.pytorch.language_model import TorchLanguageModel
 from trm.backends.pytorch.learner_state import Groups, copy_from_writer, digest, load_state, whole_state
 from trm.backends.pytorch.losses import SlotLosses
@@ -37,6 +36,7 @@ from trm.backends.pytorch.predictor import TorchPredictor
 from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
 from trm.backends.pytorch.workers import ThreadWorkers
 from trm.backends.sizes import RECOMPUTE_EVERY
+from trm.backends.step_times import StepTimes
 from trm.backends.world import World, owned_slots
 from trm.batch import Batch, exact_rows
 from trm.plan import Execution
@@ -59,7 +59,7 @@ class TorchLearner:
         optimizer = OPTIMIZERS[self.training.optimizer]
         self.optimizer = optimizer(self.parameters, self.training, self.model.undecayed)
         self.stream = gradient_stream(self.optimizer, execution, world)
-        self.workers = self._new_workers(execution)
+        self.workers = _workers_of(execution, self.stream)
         rows = getattr(self.model, "puzzle_emb", None)  # not averaged: most rows occur too rarely
         self.averaged = self.model
         if self.training.ema:
@@ -73,16 +73,10 @@ class TorchLearner:
         # Exchanged with other ranks, if there are any.
         self.message = StepMessage.of(program, list(self.parameters.values())) if world.size > 1 else None
 
-    def _new_workers(self, execution: Execution) -> ThreadWorkers:
-        """Return the workers. Gradients that leave their parameter need one, as it is the same for all, and
-        so does a device that computes one operation after the other."""
-        may_share = self.stream is None and self.device.type == "cpu"
-        return ThreadWorkers(execution.threads, execution.workers if may_share else 1)
-
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
             raise ValueError("backend and device of a learner are fixed")
-        workers = self._new_workers(execution)
+        workers = _workers_of(execution, self.stream)
         if execution.compiled_size is None:
             self.model.discard_compiled()
         else:  # only the training model: the average runs too rarely to be worth it
@@ -102,7 +96,7 @@ class TorchLearner:
         if self.execution.optimizer_in_backward:
             next_size(0)  # which may stop the step; there is one micro-batch, whatever its size
             next_size = partial(max, len(batch))
-        times = _Times()
+        times = StepTimes()
         message = self.message
         if message is not None:
             message.begin(len(puzzle_rows(batch)) if message.row_size else 0)
@@ -137,14 +131,14 @@ class TorchLearner:
         )
 
     def _compute(
-        self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: _Times
+        self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: StepTimes
     ) -> StepTotals:
         """Compute every micro-batch, and add up gradients: in the message, or in the tensors themselves."""
         losses: list[SlotLosses] = []
 
         def add(computed: _Computed) -> None:
             losses.append(computed.losses)
-            times.add(computed)
+            times.add(computed.forward_seconds, computed.backward_seconds)
             if self.message is not None:
                 self.message.add(computed.gradients)
                 return
@@ -205,8 +199,7 @@ class TorchLearner:
             updated = sign_descent(tensors.rows, rows_gradient, settings.puzzle_emb_lr, decay)
             tensors.set_rows(updated)
         if self.training.ema:
-            averages = dict(self.averaged.named_parameters())
-            average_into(averages, self.parameters, self.training.ema_rate)
+            average_into(dict(self.averaged.named_parameters()), self.parameters, self.training.ema_rate)
         synchronize(self.device)
         return grad_norm
 
@@ -251,6 +244,13 @@ class TorchLearner:
         return 0.0 if self.message is None else self.message.time_one(self.world)
 
 
+def _workers_of(execution: Execution, stream: GradientStream | None) -> ThreadWorkers:
+    """Return the workers. Gradients that leave their parameter need one, as it is the same for all, and so
+    does a device that computes one operation after the other."""
+    may_share = stream is None and torch.device(execution.device).type == "cpu"
+    return ThreadWorkers(execution.threads, execution.workers if may_share else 1)
+
+
 def not_recorded(phase: str) -> AbstractContextManager[object]:
     """Mark nothing, as long as no profile is recorded."""
     return nullcontext()
@@ -263,26 +263,6 @@ class _Computed(NamedTuple):
     backward_seconds: float
 
 
-class _Times:
-    """Where the time of one step goes. Workers overlap, so their seconds are scaled to those that passed."""
-
-    def __init__(self) -> None:
-        self.started = self.computed = time.monotonic()
-        self.forward = self.backward = 0.0
-        self.waited = 0.0  # for other ranks and their message
-
-    def add(self, computed: _Computed) -> None:
-        self.forward += computed.forward_seconds
-        self.backward += computed.backward_seconds
-
-    def shares(self) -> dict[str, float]:
-        passed = self.computed - self.started
-        forward = passed * self.forward / max(self.forward + self.backward, 1e-9)
-        optimizer = time.monotonic() - self.computed - self.waited
-        shares = {"forward": forward, "backward": passed - forward, "optimizer": optimizer}
-        return {**shares, EXCHANGE: self.waited} if self.waited else shares
-
-
 def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:
     """Join what was computed per micro-batch, row i for the i-th slot."""
     joined = torch.cat(parts)
@@ -292,11 +272,5 @@ def _in_slot_order(by_length: IntArray | None, parts: list[Tensor]) -> Tensor:
 
 
 def learner(program: Program, execution: Execution, world: World) -> TorchLearner:
-    try:
-        with allocations(torn=False):
-            return TorchLearner(program, execution, world)
-    except AllocationFailed as error:
-        raise MemoryBudgetError(
-            "The model and its slots do not fit into memory.",
-            hint="Lower model.hidden_size or training.effective_batch_size.",
-        ) from error
+    with creating_a_learner():
+        return TorchLearner(program, execution, world)
