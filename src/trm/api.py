@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.backends.base import LanguageModel
 from trm.config import InferenceConfig, RunConfig, find_recipe, load_config, parse_section
+from trm.config.kinds import check_exchange
 from trm.display import Display, Silent
 from trm.inference.predict import (
     Answer,
@@ -38,6 +39,7 @@ from trm.training.loop import Limits, Outcome
 
 if TYPE_CHECKING:
     from trm.training.hosting import Hosting
+    from trm.training.preparation import Job
 
 __all__ = ["Answer", "Model", "Outcome", "Start", "load", "train", "train_recipe"]
 
@@ -128,14 +130,16 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
             with _hosting(start, config) as hosting:
                 job = prepare(config, path, display, fresh=start.fresh, fit=start.fit)
                 if hosting is not None:
-                    _announce(hosting, job.run, display)
+                    _announce(hosting, job, display)
                 return train_monitored(replace(job, quiet=start.quiet, hosting=hosting), limits, lock)
 
 
-def _announce(hosting: Hosting, run: Run, display: Display) -> None:
+def _announce(hosting: Hosting, job: Job, display: Display) -> None:
+    """Show how other machines join. What cannot be exchanged is refused now, not when the first one joins."""
     from trm.training.hosting import token_of
 
-    hosting.token = token_of(run)
+    check_exchange(job.config.training, job.config.plan.backend)
+    hosting.token = token_of(job.run)
     display.message(f"On another machine: trm join {hosting.place}")
 
 

@@ -90,6 +90,15 @@ def check_backend(training: TrainingConfig, plan: PlanSettings) -> None:
         raise ValueError("; ".join(problems))
 
 
+def check_exchange(training: TrainingConfig, backend: str) -> None:
+    """Raise `ConfigError` for messages between machines that only PyTorch can send."""
+    if backend == "mlx" and training.gradient_message != "float32":
+        raise ConfigError(
+            "The MLX backend exchanges gradients in float32 only.",
+            hint="Set training.gradient_message=float32, or plan.backend=pytorch.",
+        )
+
+
 def check_update_in_backward(kind: str, training: TrainingConfig, plan: PlanSettings) -> None:
     """Raise `ValueError` for what needs all gradients at the same time."""
     slots = training.effective_batch_size

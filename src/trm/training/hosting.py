@@ -1,4 +1,4 @@
-"""The host's side of several machines, in its supervisor: it listens, and remembers the last world.
+"""The supervisor of a host: listens for other machines, and keeps the size of the last group.
 
 The socket stays open while trainers come and go, so that guests find the host at the same place. It is bound
 to one address, and without it nothing listens.
@@ -43,7 +43,7 @@ class Hosting:
 
     @property
     def place(self) -> str:
-        """Where other machines join, as they are to write it."""
+        """The address to pass to `trm join`: ADDR:PORT/TOKEN."""
         return f"{self.address}/{self.token}"
 
     def seat(self) -> Seat:
@@ -59,14 +59,16 @@ class Hosting:
         )
 
     def receive(self, row: list[Any], log: RunLog) -> bool:
-        """Take note of what a trainer says about machines; return whether this row was about them."""
+        """Record what a trainer reports about machines; return whether the row was such a report."""
         kind, *values = row
         if kind == GUESTS:
             self.guests = values[0]
         elif kind == LOST:
             names, cause = values
             log.event(MachineLost(names, cause))
-            log.message(f"Lost {', '.join(names) or 'a machine'} ({cause}). Continuing with who is there.")
+            log.message(
+                f"Lost {', '.join(names) or 'a machine'} ({cause}). Continuing with the remaining machines."
+            )
         return kind in (GUESTS, LOST)
 
 
@@ -90,7 +92,7 @@ def listening(where: str, timeout_seconds: float, *, allow_public: bool) -> Iter
 def token_of(run: Run) -> str:
     """Return the token of a run, which is drawn when the run first listens and is the same from then on.
 
-    It guards against joining another run by mistake, not against anybody: whoever connects can read it.
+    It prevents joining the wrong run by mistake. It is not a secret: whoever connects can read it.
     """
     letters = f"[{TOKEN_LETTERS}]{{{TOKEN_LENGTH}}}"
     file = run.path / JOIN_TOKEN

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
-from macbook_optimization.errors import ConfigError, MemoryBudgetError
+from macbook_optimization.errors import ConfigError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.backends.base import load_backend
@@ -28,7 +28,7 @@ from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.loop import Limits, Outcome
-from trm.training.machines import LOST, LOST_PEER_CODES, Seat, check_facts, reach
+from trm.training.machines import LOST, LOST_PEER_CODES, Seat, check_facts, check_version, reach
 from trm.training.preparation import build_if_missing, check_sizes
 from trm.training.start import Digests, open_splits
 from trm.training.supervisor import GiveUp, History, ProbeFirst, next_plan, run_trainer
@@ -86,12 +86,19 @@ def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _
     hardware = HardwareDetector().detect(with_torch=False)
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
     check_sizes(config, planner.data, fit=False)
-    planner = choose_device(planner).planner
+    choice = choose_device(planner)
+    planner = choice.planner
+    if planner.config.plan.backend != facts["backend"]:
+        raise RunError(
+            f"{facts['host']} trains with the backend {facts['backend']}, which cannot be used here: "
+            f"{choice.reason}"
+        )
     return _Guest(planner.config, planner, verified, str(facts["host"]))
 
 
 def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
     """Return the recipe of the host with what belongs to this machine."""
+    check_version(facts)
     for override in overrides:
         if not override.startswith(_OWN_KEYS):
             raise ConfigError(
@@ -116,7 +123,7 @@ def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
             outcome = _run(guest, seat, plan)
         except ChildDied as death:
             if death.code in LOST_PEER_CODES:
-                display.message(f"This world of machines has ended; connecting to {seat.address} again.")
+                display.message(f"The group of machines has changed; connecting to {seat.address} again.")
                 continue
             plan, history = _after_death(guest, death, plan, history)
             continue

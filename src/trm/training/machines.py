@@ -106,8 +106,7 @@ def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> None:
 
 
 def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
-    """Return what a guest must know: the data, the backend, and the recipe without what else belongs to this
-    machine."""
+    """Return what a guest needs: recipe (without plan and limits), hashes of the data, backend, versions."""
     return {
         "program": version("macbook-trm"),
         "host": seat.name,
@@ -120,13 +119,19 @@ def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
     }
 
 
-def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:
-    """Refuse what would not learn the same as the host: another program, recipe or dataset."""
-    if (own := version("macbook-trm")) != facts["program"]:
+def check_version(facts: JsonObject) -> None:
+    """Raise `RunError` unless the host runs this version of the program."""
+    own = version("macbook-trm")
+    if facts["program"] != own:
         raise RunError(
             f"{facts['host']} runs version {facts['program']} of this program, and this machine {own}",
             hint="Install the same version on both machines.",
         )
+
+
+def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:
+    """Refuse what would not learn the same as the host: another program, recipe or dataset."""
+    check_version(facts)
     if config.plan.backend != facts["backend"]:
         raise RunError(
             f"{facts['host']} trains with the backend {facts['backend']}, and this machine with "
@@ -198,10 +203,10 @@ def reach(seat: Seat, backend: Backend) -> GuestMeeting:
 
 
 def check_token(facts: JsonObject, seat: Seat) -> None:
-    """Refuse to take part in another run than the one that was named, if one was."""
+    """Raise `RunError` if the host trains a different run from the one that the token names."""
     if seat.token and facts.get("token") != seat.token:
         raise RunError(
-            f"{facts['host']} at {seat.address} trains another run now: the token {seat.token} is not its",
+            f"{facts['host']} at {seat.address} trains another run now: its token is not {seat.token}",
             hint="Copy the line that it shows: trm join ADDR:PORT/TOKEN.",
         )
 

@@ -1,8 +1,8 @@
 """What the ranks of a run decide together, between two steps.
 
-A rank must not stop, save or pause by itself, because the others would wait for it. So each says what it
-would like to do, and whatever one of them wants happens on all of them, at the same step. Everything else
-follows from values that are the same on every rank.
+A rank must not stop, save or pause by itself, because the others would wait for it. So each rank sends its
+requests, and a request of any rank takes effect on all of them, at the same step. Everything else follows
+from values that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIGEST_STEPS = 100  # between two comparisons of the weights
 
 
 class Wishes(NamedTuple):
-    """What a rank would like to happen; 1 is yes."""
+    """Requests of a rank; 1 means yes."""
 
     stop: int = 0  # end the run here
     regroup: int = 0  # form the world anew, as a machine has arrived
@@ -41,7 +41,7 @@ class Wishes(NamedTuple):
 class Together:
     """The decisions of one world.
 
-    `has_newcomers` is asked at the writer. `on_waited` receives the slowest rank of every step, and the
+    `has_newcomers` is called on the writer only. `on_waited` receives the slowest rank of every step, and the
     seconds that all others waited for it.
     """
 
@@ -57,7 +57,7 @@ class Together:
         return self.world.size == 1
 
     def agree(self, wishes: Wishes, stop: StopRequest) -> Wishes:
-        """Return what any rank wants, besides a request to stop and machines that arrive.
+        """Return the combined requests of all ranks, with stop requests and arriving machines included.
 
         If the supervisor of the host has ended, the others wait until it is started again.
         """
@@ -87,7 +87,7 @@ class Together:
         return bool(self.agreed.regroup or self.agreed.leave) and not self.agreed.stop
 
     def check_agreed(self, stop: StopRequest) -> None:
-        """Raise `Interrupted` if that was agreed."""
+        """Raise `Interrupted` if the ranks agreed that the run stops or a machine leaves."""
         self.check_alone(stop)
         if self.agreed.stop or self.agreed.leave:
             raise Interrupted
@@ -106,7 +106,7 @@ class Together:
             stop.check()
 
     def check_parents(self) -> None:
-        """Raise `Interrupted` if nobody waits for the result of one of the ranks."""
+        """Raise `Interrupted` if the supervisor of any rank has ended."""
         if self.world.agree([int(parent_is_gone())])[0]:
             raise Interrupted
 

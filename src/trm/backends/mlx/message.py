@@ -15,7 +15,6 @@ from typing import NamedTuple, Self
 import mlx.core as mx
 import numpy as np
 
-from macbook_optimization.errors import ConfigError
 from trm.arrays import Float32Array
 from trm.backends.base import Program
 from trm.backends.mlx.device import to_array
@@ -23,6 +22,7 @@ from trm.backends.mlx.layers import Weights
 from trm.backends.mlx.model import PUZZLE_ROWS
 from trm.backends.world import StepAbandoned, World
 from trm.config import ModelConfig, TrainingConfig
+from trm.config.kinds import check_exchange
 
 _PER_SLOT = 3
 
@@ -42,11 +42,7 @@ class StepMessage:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], training: TrainingConfig, row_size: int
     ) -> None:
-        if training.gradient_message != "float32":
-            raise ConfigError(
-                "The MLX backend exchanges gradients in float32 only.",
-                hint="Set training.gradient_message=float32.",
-            )
+        check_exchange(training, "mlx")
         self.shapes = shapes
         self.num_slots = training.effective_batch_size
         self.row_size = row_size
