@@ -259,7 +259,13 @@ class Backend(Protocol):
 
 
 _BACKENDS = {"pytorch": "trm.backends.pytorch", "mlx": "trm.backends.mlx"}
+LIBRARIES = {"pytorch": "torch", "mlx": "mlx"}  # what a backend computes with
 _INSTALLED_BY = {"mlx": "-e '.[mlx]'"}  # what pip installs a backend from; others come with the package
+
+
+def is_installed(backend: str) -> bool:
+    """Return whether the library of a backend can be found, without importing it."""
+    return backend in LIBRARIES and importlib.util.find_spec(LIBRARIES[backend]) is not None
 
 
 def tensor_library(backend: str) -> str:
@@ -278,6 +284,9 @@ def load_backend(execution: Execution) -> Backend:
         backend = cast(Backend, importlib.import_module(_BACKENDS[execution.backend]))
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError)
+        # Other errors of the core library are those of an import that ran out of memory.
+        if not missing and (execution.backend not in _INSTALLED_BY or "map segment" in str(error)):
+            raise
         raise LaptopError(
             f"The Python package {error.name} is missing."
             if missing

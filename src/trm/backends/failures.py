@@ -17,7 +17,7 @@ from macbook_optimization.errors import (
 # Neither torch nor MLX has an exception for this; oneDNN and the C++ library have messages of their own.
 _NO_MEMORY = (
     "allocate memory", "not enough memory", "out of memory", "bad_alloc", "create a primitive",
-    "unable to allocate", "malloc",
+    "unable to allocate", "malloc", "insufficient memory", "invalid buffer size",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.units import counted
 from trm.arrays import IntArray
-from trm.backends.base import Program, Weights, load_backend, tensor_library
+from trm.backends.base import Program, Weights, is_installed, load_backend, tensor_library
 from trm.backends.bounds import check_inference
 from trm.batch import IGNORE_LABEL, PAD_TOKEN, Batch
 from trm.config import InferenceConfig, RunConfig
@@ -49,7 +49,7 @@ class TrainedModel:
 
     def weights(self) -> Weights:
         """Load the weights that are used for inference."""
-        library = tensor_library(self.config.plan.backend)
+        library = tensor_library(self.execution.backend)
         return self.checkpoint.load("ema" if self.config.training.ema else "weights", library)
 
 
@@ -97,16 +97,18 @@ def open_model(path: Path, warn: Warn = python_warning) -> TrainedModel:
 def execution_of(config: RunConfig) -> Execution:
     """Return how this machine applies the model of a recipe: with all of its threads, unless it says less.
 
-    PyTorch applies it on the CPU: a run may be used where it was not trained.
+    A run may be used where it was not trained: PyTorch applies it on the CPU, also where the backend of the
+    run is missing.
     """
     threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads
-    on_cpu = config.plan.backend in ("pytorch", "auto")
-    return Execution(
-        threads=threads,
-        workers=useful_workers(threads, config.plan.backend),
-        backend="pytorch" if on_cpu else config.plan.backend,
-        device="cpu" if on_cpu or config.plan.device == "auto" else config.plan.device,
-    )
+    backend, device = config.plan.backend, "cpu"
+    if not is_installed(backend):
+        backend = "pytorch"
+    if backend != "pytorch":
+        here = load_backend(Execution(backend=backend)).devices()
+        device = config.plan.device if config.plan.device in here else here[-1]
+    workers = useful_workers(threads, backend)
+    return Execution(threads=threads, workers=workers, backend=backend, device=device)
 
 
 def load_search(model: TrainedModel, settings: InferenceConfig, execution: Execution | None = None) -> Search:

@@ -51,7 +51,7 @@ def check_durable_files(here: Surroundings) -> Finding:
 
 
 def count_running_seconds(send: Send) -> dict[str, float]:
-    """Count for some time, in which the parent pauses this process. Runs in a child."""
+    """Count seconds while the parent pauses this process. Runs in a child."""
     with RunningClock(SHORTEST_PAUSE) as clock:
         send("running")
         started = time.monotonic()
@@ -73,7 +73,7 @@ def check_pauses(here: Surroundings) -> Finding:
     left_out = found["passed"] - found["counted"]
     facts = {name: round(value, 2) for name, value in found.items()}
     if not PAUSE_SECONDS - 0.5 < left_out < PAUSE_SECONDS + 2:
-        return failed(f"a pause of {PAUSE_SECONDS} s was counted as {left_out:.1f} s", **facts)
+        return failed(f"of a pause of {PAUSE_SECONDS} s, the clock left out {left_out:.1f} s", **facts)
     return passed(**facts)
 
 

@@ -30,16 +30,18 @@ from trm.tasks.registry import load_task
 
 RECIPE = "sudoku-6x6"
 BUILD = {"size": 6, "blanks": 22, "train": 300, "test": 32}
-NUM_STEPS = 60
-KILLED_STEPS = 200
+NUM_STEPS = 30
+KILLED_STEPS = 100
 MAX_MEMORY_ERROR = 0.15
 PATIENCE_SECONDS = 240.0  # of one training
+STOP_SECONDS = 30.0  # for a training to save and end
 
 
 def training_checks() -> list[Check]:
     """List the checks of every place that exists here, and name what does not."""
-    places = candidates(Place(AUTO, AUTO))
-    checks = []
+    broken: list[str] = []
+    places = candidates(Place(AUTO, AUTO), broken.append)
+    checks = [Check("backends", partial(_failed, text)) for text in broken]
     for place in places:
         if place != REFERENCE:
             checks.append(Check(f"{place} against the CPU", partial(check_parity, place)))
@@ -55,6 +57,10 @@ def training_checks() -> list[Check]:
     if "mlx" not in installed_backends():
         checks.append(Check("mlx against the CPU", lambda here: skipped("mlx is not installed")))
     return checks
+
+
+def _failed(reason: str, here: Surroundings) -> Finding:
+    return failed(reason)
 
 
 def check_parity(place: Place, here: Surroundings) -> Finding:
@@ -97,7 +103,7 @@ def _command(here: Surroundings, name: str, overrides: Sequence[str]) -> list[st
     fixed = (f"data.path={_dataset(here)}", "evaluation.target_accuracy=null", "plan.report=false")
     program = "from trm.cli import main; main()"
     run = str(here.directory / name)
-    return [sys.executable, "-c", program, "train", RECIPE, *fixed, *overrides, "--run", run]
+    return [sys.executable, "-P", "-c", program, "train", RECIPE, *fixed, *overrides, "--run", run]
 
 
 @contextmanager
@@ -115,8 +121,21 @@ def _started(here: Surroundings, name: str, overrides: Sequence[str]) -> Iterato
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()
-            process.communicate()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Stop a training; a trainer that hangs in a driver does not stop by itself."""
+    trainer = _trainer_of(process)
+    process.terminate()
+    try:
+        process.communicate(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        if trainer is not None:
+            with suppress(ProcessLookupError):
+                os.kill(trainer, signal.SIGKILL)
+        process.kill()
+        process.communicate()
 
 
 def _train(here: Surroundings, name: str, overrides: Sequence[str]) -> Run:
@@ -175,7 +194,7 @@ def check_kill_and_resume(here: Surroundings) -> Finding:
     overrides = (
         f"training.max_steps={KILLED_STEPS}",
         "checkpoints.every_steps=10",
-        "evaluation.every_steps=100",
+        f"evaluation.every_steps={KILLED_STEPS // 2}",
     )
     run = Run(here.directory / "killed")
     with _started(here, "killed", overrides) as process:

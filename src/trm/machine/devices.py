@@ -23,7 +23,8 @@ class DeviceResult:
 
 def examine_devices(planner: Planner) -> tuple[DeviceResult, ...]:
     """Check and measure every backend and device that exists here, with the recipe of the planner."""
-    return tuple(examine_device(planner, place) for place in candidates(Place(AUTO, AUTO)))
+    places = candidates(Place(AUTO, AUTO), planner.display.message)
+    return tuple(examine_device(planner, place) for place in places)
 
 
 def examine_device(planner: Planner, place: Place) -> DeviceResult:

@@ -1,4 +1,4 @@
-"""`trm selfcheck`: what can only be checked on the real machine, in 15 minutes, and one file about it.
+"""`trm selfcheck`: checks that need the real machine, within 15 minutes, and one file with the results.
 
 Every check passes, fails, or is skipped for a reason that it gives. The file is meant to be attached to a
 report, so the names of the user, the machine and its directories are removed from it, and nothing reads a
@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,14 +28,19 @@ from macbook_optimization.errors import LaptopError
 from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.json_types import JsonObject
 from trm.display import Display
-from trm.planning.cache import versions
+from trm.planning.cache import CACHE_VARIABLE, versions
+from trm.planning.device_choice import installed_backends
 
 SCHEMA_VERSION = 1
 KIND = "trm selfcheck"
 MAX_SECONDS = 15 * 60.0
 Status = Literal["passed", "failed", "skipped"]
-_MAC_ADDRESS = re.compile(r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b")
-_IP_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+# Of network hardware, and of IPv4 and IPv6.
+_ADDRESS = re.compile(
+    r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b|\b\d{1,3}(?:\.\d{1,3}){3}\b"
+    r"|(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?:%\w+)?(?![\w:])"
+)
+_PERSONAL_DIRECTORY = re.compile(r"/(?:Users|Volumes|home)/[^/'\"\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +101,27 @@ def run_checks(
 ) -> list[Result]:
     """Run one check after the other; those that begin after the time is up are skipped."""
     results = []
-    with tempfile.TemporaryDirectory(prefix="trm-selfcheck-") as directory:
+    with tempfile.TemporaryDirectory(prefix="trm-selfcheck-") as directory, _own_cache(directory):
         here = Surroundings(hardware, Path(directory), display, time.monotonic() + max_seconds)
         for number, check in enumerate(checks):
             display.status(f"Check {number + 1} of {len(checks)}: {check.name}")
             results.append(_run(check, here))
             display.message(str(results[-1]))
     return results
+
+
+@contextmanager
+def _own_cache(directory: str) -> Iterator[None]:
+    """Measure everything anew, and leave nothing behind."""
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(Path(directory) / "cache")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHE_VARIABLE]
+        else:
+            os.environ[CACHE_VARIABLE] = before
 
 
 def _run(check: Check, here: Surroundings) -> Result:
@@ -138,10 +159,15 @@ def report_of(results: Sequence[Result], hardware: HardwareSpecs) -> JsonObject:
             "threads": cpu.threads,
             "memory_bytes": hardware.memory.total_memory,
         },
-        "versions": {**versions(), "macbook-trm": version("macbook-trm")},
+        "versions": {**_versions(), "macbook-trm": version("macbook-trm")},
         "checks": [each.to_json() for each in results],
     }
     return without_names(report)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of every installed backend."""
+    return {name: each for backend in installed_backends() for name, each in versions(backend).items()}
 
 
 def without_names(report: JsonObject) -> JsonObject:
@@ -159,6 +185,9 @@ def personal_names() -> dict[str, str]:
         os.getcwd(): "(working directory)",
         tempfile.gettempdir(): "(temporary directory)",
         os.path.realpath(tempfile.gettempdir()): "(temporary directory)",
+        sys.prefix: "(Python)",
+        sys.base_prefix: "(Python)",
+        str(Path(__file__).parents[3]): "(program)",
         platform.node(): "(machine)",
         platform.node().partition(".")[0]: "(machine)",
         _user(): "(user)",
@@ -177,7 +206,7 @@ def _user() -> str:
 def _without(text: str, names: dict[str, str]) -> str:
     for name, replacement in names.items():
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", replacement, text)
-    return _IP_ADDRESS.sub("(address)", _MAC_ADDRESS.sub("(address)", text))
+    return _ADDRESS.sub("(address)", _PERSONAL_DIRECTORY.sub("(directory)", text))
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -17,11 +17,11 @@ from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.memory_management import MIB
-from trm.backends.base import Program
+from trm.backends.base import LIBRARIES, Program
 from trm.planning.measurements import Measurements
 
+CACHE_VARIABLE = "TRM_CACHE_DIR"  # names another directory for all measurements
 _SCHEMA = 3  # of what is stored
-LIBRARIES = {"pytorch": "torch", "mlx": "mlx"}  # what a backend computes with
 _MAX_BYTES = MIB  # of one file; measurements take a few KiB
 _OF_NO_CONSEQUENCE = {
     "learning_rate",
@@ -34,8 +34,8 @@ _OF_NO_CONSEQUENCE = {
 
 
 def cache_directory() -> Path:
-    if "TRM_CACHE_DIR" in os.environ:
-        return Path(os.environ["TRM_CACHE_DIR"])
+    if CACHE_VARIABLE in os.environ:
+        return Path(os.environ[CACHE_VARIABLE])
     default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME", default)) / "macbook-trm"
 

@@ -1,4 +1,4 @@
-"""Trust, but verify: a few steps of the real recipe on another device or backend, compared with the CPU.
+"""Compare a few steps of the recipe on another device or backend with PyTorch on the CPU.
 
 Accelerators are sometimes wrong without an error: an operator writes nothing into a part of a tensor, or is
 less exact than it should be. So a child process computes the same steps on both, each from a common state,

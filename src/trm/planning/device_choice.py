@@ -1,32 +1,40 @@
 """Which backend and device a run uses: what the recipe names or, with `auto`, the fastest one.
 
-Nothing but PyTorch on the CPU is used before `device_check` has compared it with that; the verdict is cached
-per recipe, version and machine. What fails the check is named, and the CPU takes its place.
+Every other place is used only after `device_check` has compared it with PyTorch on the CPU; the verdict is
+cached per recipe, version and machine. What fails the check is named, and the CPU takes its place.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
-from macbook_optimization.errors import AllocationFailed, ConfigError, MemoryBudgetError, NonFiniteError
+from macbook_optimization.errors import (
+    AllocationFailed,
+    ConfigError,
+    LaptopError,
+    MemoryBudgetError,
+    NonFiniteError,
+)
 from macbook_optimization.hardware_detection import on_macos
 from macbook_optimization.json_types import JsonObject
-from trm.backends.base import Program
+from trm.backends.base import LIBRARIES, Program, is_installed
 from trm.config import did_you_mean
+from trm.config.kinds import check_backend
 from trm.plan import Execution
-from trm.planning.cache import LIBRARIES, cache_directory, cache_key, read_cached, write_cached
+from trm.planning.cache import cache_directory, cache_key, read_cached, write_cached
 from trm.planning.fitting import fitted
 from trm.planning.planner import Planner
 
 AUTO = "auto"
 CHECK_SECONDS = 900
+_CHECK_VERSION = 2  # of what is compared; a verdict by another version is not used
 
 
 class Place(NamedTuple):
@@ -74,33 +82,31 @@ class DeviceChoice:
 
 
 def choose_device(planner: Planner) -> DeviceChoice:
-    """Replace `auto` and whatever fails the check. With the CPU alone, this does nothing."""
+    """Resolve `auto`, and replace what fails the check by the CPU. With only a CPU, this does nothing."""
     wanted = wanted_place(planner)
-    places = candidates(wanted) if AUTO in wanted else [wanted]
-    others = [each for each in places if each != REFERENCE]
+    if wanted == REFERENCE:
+        return DeviceChoice(planner)
+    others = [each for each in candidates(wanted, planner.display.message) if each != REFERENCE]
     if not others:
         return DeviceChoice(at(planner, REFERENCE))
-    why_not = unsuitable(planner, others[0])
-    if why_not is not None:
-        planner.display.message(f"warning: {why_not}; {REFERENCE} is used.")
-        return DeviceChoice(at(planner, REFERENCE), why_not)
-    verdicts = tuple(check(planner, each) for each in candidates(wanted) if each != REFERENCE)
+    unfit = {each: why for each in others if (why := unsuitable(planner, each)) is not None}
+    for place, why in unfit.items():
+        planner.display.message(f"warning: {why}; {place} is not used.")
+    verdicts = tuple(check(planner, each) for each in others if each not in unfit)
     for verdict in verdicts:
         if verdict.problem is not None:
             planner.display.message(f"warning: {verdict.place} {verdict}. It is not used.")
     usable = [each.place for each in verdicts if each.problem is None]
     if AUTO in wanted and matches(REFERENCE, wanted):
         usable.insert(0, REFERENCE)
-    chosen, reason = _chosen(planner, usable, verdicts)
-    return DeviceChoice(at(planner, chosen), reason, verdicts)
-
-
-def _chosen(planner: Planner, usable: list[Place], verdicts: tuple[Verdict, ...]) -> tuple[Place, str]:
     if len(usable) > 1:
-        return _fastest(planner, usable)
-    if usable and usable[0] != REFERENCE:
-        return usable[0], "it agrees with the CPU in a check"
-    return REFERENCE, "; ".join(f"{each.place} {each}" for each in verdicts)
+        chosen, reason = _fastest(planner, usable)
+    elif usable and usable[0] != REFERENCE:
+        chosen, reason = usable[0], "it agrees with the CPU in a check"
+    else:
+        chosen = REFERENCE
+        reason = "; ".join([*unfit.values(), *(f"{each.place} {each}" for each in verdicts)])
+    return DeviceChoice(at(planner, chosen), reason, verdicts)
 
 
 def fitted_on_cpu(planner: Planner) -> Planner:
@@ -125,6 +131,10 @@ def unsuitable(planner: Planner, place: Place) -> str | None:
     in_bfloat16 = getattr(planner.config.model, "weights_dtype", "float32") != "float32"
     if in_bfloat16 and place.backend == "pytorch":
         return f"model.weights_dtype=bfloat16 is for the CPU; {place.device} computes in float32 only"
+    try:
+        check_backend(planner.config.training, at(planner, place).config.plan)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -132,12 +142,21 @@ def matches(place: Place, wanted: Place) -> bool:
     return all(want in (AUTO, have) for have, want in zip(place, wanted, strict=True))
 
 
-def candidates(wanted: Place) -> list[Place]:
-    """List what exists on this machine and matches; `auto` leaves out the CPU of a backend with a GPU."""
+def candidates(wanted: Place, on_broken: Callable[[str], None]) -> list[Place]:
+    """List what exists on this machine and matches; `auto` leaves out the CPU of a backend with a GPU.
+
+    With `auto`, a backend that cannot be loaded is left out, and `on_broken` receives the reason.
+    """
     backends = installed_backends() if wanted.backend == AUTO else [wanted.backend]
     found = []
     for backend in backends:
-        devices = devices_of(backend, cheaply=wanted.device == AUTO)
+        try:
+            devices = devices_of(backend, cheaply=wanted.device == AUTO)
+        except LaptopError as error:
+            if wanted.backend != AUTO:
+                raise
+            on_broken(f"warning: {error}; it is not used.")
+            continue
         if wanted.device == AUTO and backend != REFERENCE.backend:
             devices = devices[-1:]
         found += [Place(backend, device) for device in devices if matches(Place(backend, device), wanted)]
@@ -153,7 +172,7 @@ def candidates(wanted: Place) -> list[Place]:
 
 
 def installed_backends() -> list[str]:
-    return [name for name, library in LIBRARIES.items() if importlib.util.find_spec(library) is not None]
+    return [name for name in LIBRARIES if is_installed(name)]
 
 
 def devices_of(backend: str, *, cheaply: bool) -> tuple[str, ...]:
@@ -164,19 +183,29 @@ def devices_of(backend: str, *, cheaply: bool) -> tuple[str, ...]:
     added = sorted(each.value for each in importlib.metadata.entry_points(group="torch.backends"))
     if cheaply and backend == REFERENCE.backend and not on_macos() and not added:
         return (REFERENCE.device,)
-    if backend not in LIBRARIES or importlib.util.find_spec(LIBRARIES[backend]) is None:
-        return tuple(run_in_child(f"{_CHECK}:list_devices", {"backend": backend}))  # says what is missing
+    if not is_installed(backend):
+        return _listed(backend)  # which says what is missing
     library = importlib.metadata.version(LIBRARIES[backend])
     known = "-".join((backend, library, platform.machine(), platform.release(), *added))
     file = cache_directory() / "devices" / f"{known.replace('/', '_').replace(':', '_')}.json"
     facts = read_cached(file)
     if facts is None:
-        facts = {"devices": run_in_child(f"{_CHECK}:list_devices", {"backend": backend})}
+        facts = {"devices": _listed(backend)}
         write_cached(file, facts)
     return tuple(str(each) for each in facts["devices"])
 
 
 _CHECK = "trm.planning.device_check"
+
+
+def _listed(backend: str) -> tuple[str, ...]:
+    try:
+        return tuple(run_in_child(f"{_CHECK}:list_devices", {"backend": backend}))
+    except ChildDied as death:
+        raise LaptopError(
+            f"The backend {backend} cannot be loaded: its process {death}",
+            hint="Set plan.backend=pytorch.",
+        ) from death
 
 
 def check(planner: Planner, place: Place) -> Verdict:
@@ -198,12 +227,9 @@ def check(planner: Planner, place: Place) -> Verdict:
         )
     except (AllocationFailed, MemoryBudgetError, NonFiniteError) as error:
         return Verdict(*place, str(error))
-    except ChildDied as death:
-        verdict = Verdict(*place, f"the check {death}")
-        if not death.traceback_shown or death.may_be_out_of_memory:  # another time it may succeed
-            return verdict
-    else:
-        verdict = Verdict(*place, **(found or {}))
+    except ChildDied as death:  # another time it may succeed
+        return Verdict(*place, f"the check {death}")
+    verdict = Verdict(*place, **(found or {}))
     write_cached(file, {"problem": verdict.problem, "tensor": verdict.tensor})
     return verdict
 
@@ -224,9 +250,9 @@ def _threads(planner: Planner) -> int:
 
 def _verdict_file(planner: Planner, place: Place) -> Path:
     program = Program.of(planner.config, planner.data)
-    key = cache_key(
-        program, planner.hardware, backend=place.backend, check=asdict(_execution(planner, place))
-    )
+    # A driver belongs to the release of the system.
+    how = [_CHECK_VERSION, platform.release(), asdict(_execution(planner, place))]
+    key = cache_key(program, planner.hardware, backend=place.backend, check=how)
     return cache_directory() / "checks" / f"{key}.json"
 
 

@@ -29,7 +29,7 @@ def corrected_settings(config: RunConfig, hardware: HardwareSpecs) -> tuple[RunC
         warnings.append(f"micro_batch_size is {slots}, the whole effective batch")
     if plan.optimizer_in_backward:
         corrections["micro_batch_size"] = slots  # each micro-batch would be an update of its own
-    if plan.allocator == "compact" and sys.platform != "linux":
+    if plan.allocator == "compact" and plan.backend == "pytorch" and sys.platform != "linux":
         corrections["allocator"] = "system"
         warnings.append("allocator is system: compact needs the GNU C library")
     most_threads = max(thread_choices(config, hardware))

@@ -88,7 +88,8 @@ def test_an_unknown_device_is_refused_with_those_that_exist(dataset):
 
 
 @pytest.mark.usefixtures("cache")
-def test_deterministic_training_uses_the_cpu(dataset):
+def test_deterministic_training_uses_the_cpu(dataset, monkeypatch):
+    monkeypatch.setattr("trm.planning.device_choice.devices_of", lambda backend, *, cheaply: ("cpu", "mps"))
     planner = planner_of(run_config(dataset, training__deterministic=True, plan={"device": "mps"}))
     assert wanted_place(choose_device(planner).planner) == REFERENCE
     assert "training.deterministic needs PyTorch on the CPU" in planner.display.messages[0]

@@ -70,7 +70,7 @@ def normalized(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 class Decoder:
-    """Of `recompute_every` layers, one keeps only its input and is computed again in the backward pass."""
+    """A causal decoder. Every `recompute_every`-th layer is recomputed in the backward pass; 0: none."""
 
     recompute_every = 0
     buffers: tuple[str, ...] = ()

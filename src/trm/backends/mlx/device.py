@@ -1,6 +1,6 @@
 """The device: decided once, from the execution; and arrays between NumPy and MLX.
 
-On Linux there is the CPU only. The GPU of Apple Silicon has not been run yet.
+On Linux there is only the CPU. The GPU path has not been run on a Mac yet.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def peak_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Return the buffers that MLX keeps for arrays to come."""
+    """Release the buffers that MLX keeps for future arrays."""
     mx.clear_cache()
 
 
 def start_computing(*arrays: mx.array) -> None:
-    """Start to compute arrays without waiting for them, so that little waits to be computed."""
+    """Start computing arrays in the background, so that few pending operations accumulate."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def to_mlx(array: Any) -> mx.array:
-    """Return an array of NumPy or MLX, or a tensor of torch, as one of MLX; evaluated, and of its own."""
+    """Convert a NumPy array or a torch tensor to MLX; an MLX array is returned unchanged."""
     if isinstance(array, mx.array):
         return array
     if isinstance(array, np.ndarray):

@@ -149,7 +149,7 @@ Layer: TypeAlias = Callable[[Weights, mx.array], mx.array]
 def computed_again(layer: Layer) -> Layer:
     """Return the layer with a backward pass that computes it again, one layer at a time.
 
-    `mx.checkpoint` alone saves a third where this saves nearly all: MLX first computes what leads to the
+    `mx.checkpoint` alone saves a third where this saves four fifths: MLX first computes what leads to the
     gradient of the input, and meanwhile keeps what the gradients of the weights need.
     """
 
@@ -180,8 +180,7 @@ def _after(arrays: list[mx.array], others: list[mx.array]) -> list[mx.array]:
 class Block:
     """The layers that the recursion applies.
 
-    Of `recompute_every` layers, one keeps only its input and is computed again in the backward pass; 0 keeps
-    everything.
+    Every `recompute_every`-th layer keeps only its input and is recomputed in the backward pass; 0: none.
     """
 
     def __init__(self, num_positions: int, config: ModelConfig, layout: GridLayout | None) -> None:

@@ -4,8 +4,8 @@ The sum of the slots' losses is divided once, by the number of slots of all rank
 step into micro-batches or ranks gives the same update. Arrays of MLX are not changed but replaced, and only
 once all new ones are computed: an interrupted step has not happened.
 
-MLX computes when a result is requested. That is done per recursion and per micro-batch, so that what waits to
-be computed does not grow with the step.
+MLX is lazy: results are requested after every recursion and every micro-batch, so that the pending graph does
+not grow with the step.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class MlxLearner:
     def _learned(self, row_ids: IntArray | None) -> dict[str, mx.array]:
         """Return what the gradient is taken for: parameters, and the puzzle embeddings of a step.
 
-        Embeddings of fewer puzzles than slots are followed by others, so that the shape is always the same.
+        Rows are padded to the number of slots, so that the shape is always the same.
         """
         if row_ids is None:
             return self.parameters

@@ -2,7 +2,7 @@
 
 PyTorch's estimate counts what autograd keeps; MLX cannot say that before it computes. So this is arithmetic
 on the sizes of the arrays that the backward pass of each layer reads, and on what an update holds twice,
-because arrays are replaced as a whole. `tests/trm/backends/mlx/test_memory.py` compares it with the peak that
+because arrays are replaced as a whole. `tests/trm/backends/test_mlx_memory.py` compares it with the peak that
 MLX reports.
 """
 

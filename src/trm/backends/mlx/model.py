@@ -37,7 +37,7 @@ _POSITIONS = "embed_pos.embedding_weight"
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[mx.array, mx.array]:
-    """Compute in float32 throughout, as the PyTorch backend does."""
+    """Return cosines and sines, computed in float32 throughout as in the PyTorch backend."""
     powers = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     frequencies = np.float32(1) / np.float32(theta) ** powers
     angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)

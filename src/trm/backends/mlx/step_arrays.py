@@ -36,7 +36,7 @@ def puzzle_rows(batch: Batch) -> IntArray:
 def labelled_places(labels: IntArray) -> IntArray | None:
     """Return the positions (B, M) with labels, which come first in each row; None if M would be nearly all.
 
-    Few different numbers of them keep the number of shapes small, as with `LENGTH_MULTIPLE`.
+    M is rounded up to a multiple of `LENGTH_MULTIPLE`, so that few different shapes occur.
     """
     labelled = labels != IGNORE_LABEL
     most = int(labelled.sum(1).max(initial=1))

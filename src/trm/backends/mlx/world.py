@@ -1,9 +1,9 @@
 """Several processes that train one run together, connected by the ring of `mlx.distributed`.
 
-They meet as the PyTorch backend does, with the same signs of life, and the host's store passes on where each
-rank listens for its neighbour. MLX reports a closed connection but waits for ever for a machine that froze;
-then the signs of life end the process. Every process reports its result to its own supervisor, so one that
-dies without a word is never taken for one that has finished.
+They meet as in the PyTorch backend, with the same signs of life; the host's store passes on the address at
+which each rank listens. MLX reports a closed connection but waits forever for a frozen machine; then missing
+signs of life end the process. Every process reports its result to its own supervisor, so a crash is never
+mistaken for a finished run.
 
 Only sums of arrays in NumPy's memory cross the wire. What one rank has is passed on as a sum of integers to
 which the others add zeros, so that every bit arrives.
@@ -152,7 +152,7 @@ def _reserved(address: str) -> socket.socket:
 
 @contextmanager
 def _environment(addresses: list[list[str]], rank: int) -> Iterator[None]:
-    """Say where the ranks are, in the only way that MLX reads."""
+    """Set the environment variables from which MLX reads the addresses of the ranks."""
     with tempfile.TemporaryDirectory() as directory:
         hosts = Path(directory) / "hosts.json"
         hosts.write_text(json.dumps(addresses))

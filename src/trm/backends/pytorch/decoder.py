@@ -155,7 +155,7 @@ class Dropout:
 
 
 class Decoder(nn.Module):
-    """Of `recompute_every` layers, one keeps only its input and is computed again in the backward pass."""
+    """A causal decoder. Every `recompute_every`-th layer is recomputed in the backward pass; 0: none."""
 
     recompute_every = 0
     rope_cos: Tensor
