@@ -32,10 +32,10 @@ demo-mail: install
 	printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
 	@echo 'A question mark stands beside an answer that is unsure; - is standard input.'
 
-# Slow tests share the cores, three at a time because they often wait; those that measure time or fill memory
+# Slow tests share the cores, four at a time because they often wait; those that measure time or fill memory
 # have the machine for themselves.
 test: test-fast
-	$(BIN)/python -m pytest -m 'slow and not alone' -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m 'slow and not alone' -n 4 --dist worksteal
 	$(BIN)/python -m pytest -m 'slow and alone'
 
 test-fast: install

@@ -15,14 +15,14 @@ def _checkpointing(value: object) -> object:
 
 
 class PlanSettings(Section):
-    """What a user may fix about how this machine runs the recipe. What is null is measured."""
+    """How this machine runs the recipe. Null values are measured, unless the key says otherwise."""
 
     backend: str = "pytorch"
     """Library that computes: `pytorch`, `mlx` (for Apple Silicon, an optional extra), or `auto` for the
     fastest of those that are installed and pass the check."""
     device: str = "cpu"
-    """Device to compute on: `cpu`, `mps` (PyTorch on the GPU of a Mac), or `auto` for the fastest one. Every
-    device other than the CPU is checked before a run; what fails is replaced by the CPU."""
+    """Device to compute on: `cpu`, the GPU of a Mac (`mps` with PyTorch, `gpu` with MLX), or `auto` for the
+    fastest. All but PyTorch on the CPU are checked before a run, which uses the CPU if the check fails."""
     micro_batch_size: Count | None = None
     """Examples computed at a time."""
     threads: Count | None = None

@@ -130,9 +130,9 @@ class TrainingConfig(Section):
     """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
     all weights at random."""
     gradient_message: Literal["float32", "bfloat16", "topk"] = "float32"
-    """How several machines exchange gradients: `bfloat16` halves the bytes and rounds what is learned; `topk`
-    sends the largest entries of each machine and adds the others to those of its next step. On one machine it
-    has no effect."""
+    """How several machines exchange gradients: `bfloat16` halves the bytes and rounds them; `topk` sends only
+    the largest entries of each machine's gradient and adds the rest to its next one. Both need PyTorch. On
+    one machine it has no effect."""
     gradient_share: Share = 0.1
     """Share of the entries of a gradient that `gradient_message: topk` sends."""
     deterministic: bool = False

@@ -23,6 +23,7 @@ from trm.training.tuner import Tuner
 OVERRIDES = (
     "data.build={size: 6, blanks: 22, train: 100, test: 16}", "data.path=set", "training.max_steps=100000",
     "training.depths={0: 2}", "evaluation.every_steps=100000", "evaluation.target_accuracy=null",
+    "plan.report=false",
 )  # fmt: skip
 FAST = Plan(
     Execution(threads=2, workers=2), micro_batch_size=8, accumulation_steps=2, budget_bytes=2**31,
