@@ -29,6 +29,7 @@ from macbook_optimization.units import MIB as MIB
 
 # Share of the budget kept free above a predicted peak: a few steps measure 4 % above the fitted line.
 MARGIN = 0.1
+WORTH_RELEASING_BYTES = 64 * MIB  # less of it relieves nothing
 # Share of the memory left on the machine that a running process may plan with. Assumed, not measured.
 _USABLE_SHARE = 0.9
 
@@ -142,12 +143,14 @@ class MemoryManager:
     clock: Callable[[], float] = time.monotonic
     read: Callable[[], MemoryStats] = read_memory
     collect: Callable[[], int] = return_freed_memory
+    relieve: Callable[[], int] = lambda: 0  # releases memory that is kept for speed; returns how many bytes
     average_percent: float | None = field(default=None, init=False)  # moving average of memory in use
     unrelieved: str | None = field(default=None, init=False)  # pressure in spite of a single example
     _available_at_start: int | None = field(default=None, init=False)
     _swap_before: int | None = field(default=None, init=False)
     _calm_since: float | None = field(default=None, init=False)
     _shrunk_at: float = field(default=-math.inf, init=False)
+    _relieved_at: float = field(default=-math.inf, init=False)
 
     def calculate_optimal_batch_size(
         self,
@@ -228,8 +231,13 @@ class MemoryManager:
         return self._react_to_usage(percent, largest_fitting)
 
     def shrink(self, reason: str, to: int | None = None) -> Adjustment | None:
-        """Halve the batch or use the given size; None if that is not smaller, or too soon to halve again."""
+        """Halve the batch or use the given size; None if that is not smaller, or too soon to halve again.
+
+        Memory that is kept for speed is released first, and the batch shrinks if that was not enough.
+        """
         self._calm_since = None
+        if self._was_relieved():
+            return None
         after = max(1, self.batch_size // 2) if to is None else to
         is_too_soon = self.clock() - self._shrunk_at < self.settings.settle_seconds
         if self.batch_size == 1 and not is_too_soon:
@@ -238,8 +246,16 @@ class MemoryManager:
             return None
         return self._change(after, reason)
 
+    def _was_relieved(self) -> bool:
+        now = self.clock()
+        if now - self._relieved_at < self.settings.settle_seconds or self.relieve() < WORTH_RELEASING_BYTES:
+            return False
+        self._relieved_at = now
+        return True
+
     def after_failed_allocation(self) -> Adjustment | None:
         """Halve the size that failed, immediately and permanently; None if it was a single example."""
+        self.relieve()
         if self.batch_size == 1:
             return None
         self.largest = self.batch_size // 2

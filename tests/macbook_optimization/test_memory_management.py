@@ -157,6 +157,29 @@ def test_without_pressure_the_batch_does_not_change():
     assert set(Machine().sizes(100)) == {16}
 
 
+def test_what_is_kept_for_speed_is_released_before_the_batch_shrinks():
+    machine = Machine()
+    kept = [100 * MIB, 100 * MIB]
+    machine.manager.relieve = lambda: kept.pop() if kept else 0
+    machine.sample()
+    machine.stall = 50.0
+    assert machine.sample() is None
+    assert len(kept) == 1, "it was released once"
+    found = machine.sample()
+    assert (found.before, found.after) == (16, 8), "that was not enough"
+    assert machine.sizes(9)[-1] == 8
+    assert kept == [], "later it is released again, before the next shrink"
+    assert machine.sizes(1) == [4]
+
+
+def test_a_failed_allocation_releases_what_is_kept_for_speed():
+    machine = Machine()
+    released = []
+    machine.manager.relieve = lambda: released.append(1) or 0
+    machine.manager.after_failed_allocation()
+    assert released == [1]
+
+
 def test_the_batch_shrinks_to_what_fits_and_grows_back():
     machine = Machine()
     machine.sample()

@@ -8,11 +8,14 @@ Two values cross it: `Program` says what is computed, `Execution` says how.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+
+from numpy.typing import NDArray
 
 from macbook_optimization.errors import ConfigError, LaptopError
 from macbook_optimization.json_types import JsonObject
@@ -237,12 +240,20 @@ class Backend(Protocol):
 
     def language_model(self, program: Program, execution: Execution, weights: Weights) -> LanguageModel: ...
 
+    def to_array(self, tensor: Any) -> NDArray[Any]:
+        """Return a tensor of this backend in NumPy, in float32 where NumPy lacks the precision."""
+        ...
+
     def recorder(self, learner: Learner) -> StepRecorder:
         """Return what records the steps of this learner, for a profile."""
         ...
 
-    def release_memory(self) -> None:
-        """Return memory that is kept for speed only, when the machine is short of it."""
+    def held_bytes(self) -> int:
+        """Return what the driver of a GPU holds for this process. On the CPU, resident memory is all."""
+        ...
+
+    def release_memory(self) -> int:
+        """Return memory that is kept for speed only, when the machine is short of it: how many bytes."""
         ...
 
     def peak_bytes(self) -> int:
@@ -264,8 +275,14 @@ _INSTALLED_BY = {"mlx": "-e '.[mlx]'"}  # what pip installs a backend from; othe
 
 
 def is_installed(backend: str) -> bool:
-    """Return whether the library of a backend can be found, without importing it."""
-    return backend in LIBRARIES and importlib.util.find_spec(LIBRARIES[backend]) is not None
+    """Return whether the library of a backend is installed, without importing it.
+
+    A directory of the same name is not enough: `mlx` is a namespace, which other packages add to.
+    """
+    try:
+        return backend in LIBRARIES and bool(importlib.metadata.version(LIBRARIES[backend]))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def tensor_library(backend: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from macbook_optimization.errors import AllocationFailed
 from macbook_optimization.keep_awake import KeepAwake
@@ -23,6 +23,7 @@ from macbook_optimization.memory_management import (
     MemoryMonitor,
     MemoryStats,
     PressureSettings,
+    read_memory,
 )
 from macbook_optimization.resource_monitoring import CpuLoad, PowerMonitor, RunningClock
 from macbook_optimization.throttling import TimedStep
@@ -43,6 +44,18 @@ from trm.training.state import TrainingState
 from trm.training.throttling_watch import ThrottlingWatch
 
 
+class HeldMemory(NamedTuple):
+    """What this process occupies beside the arrays of its steps, and how to get some of it back."""
+
+    driver_bytes: Callable[[], int]  # of a GPU
+    release_caches: Callable[[], int]  # of a backend; returns how many bytes
+    release_data: Callable[[], bool]  # that are in memory and could be read from the disk
+
+    def read(self) -> MemoryStats:
+        stats = read_memory()
+        return replace(stats, process_bytes=stats.process_bytes + self.driver_bytes())
+
+
 class MemoryControl:
     """The current micro-batch size: the plan's, or less while the machine has no room for it."""
 
@@ -51,14 +64,14 @@ class MemoryControl:
         config: RunConfig,
         plan: Plan,
         log: RunLog,
-        release: Callable[[], bool],
+        held: HeldMemory,
         row_length: RowLength | None = None,
     ) -> None:
         limits = config.limits
         self.row_length = row_length
         self.log = log
-        self.release = release  # frees memory that is held for speed only
-        self.monitor = MemoryMonitor()
+        self.held = held
+        self.monitor = MemoryMonitor(read=held.read)
         self.collect_every = limits.garbage_collection_frequency
         self.pressure = PressureSettings(
             # A different micro-batch size changes rounding, so it is fixed in deterministic mode.
@@ -76,6 +89,7 @@ class MemoryControl:
             model=self._memory_model(),
             budget_bytes=plan.budget_bytes,
             settings=self.pressure,
+            relieve=self.held.release_caches,
         )
 
     def _memory_model(self) -> MemoryModel | None:
@@ -122,7 +136,7 @@ class MemoryControl:
         self.manager.model = self._memory_model()
 
     def _report(self, adjustment: Adjustment, step: int) -> None:
-        if adjustment.after < adjustment.before and self.release():
+        if adjustment.after < adjustment.before and self.held.release_data():
             self.log.event(DataMapped(step, adjustment.reason))
             self.log.message(f"The dataset is no longer held in memory: {adjustment.reason}.")
         change = BatchShrunk if adjustment.after < adjustment.before else BatchGrown
@@ -201,10 +215,10 @@ class Resources:
         config: RunConfig,
         plan: Plan,
         log: RunLog,
-        release: Callable[[], bool],
+        held: HeldMemory,
         row_length: RowLength | None = None,
     ) -> None:
-        self.memory = MemoryControl(config, plan, log, release, row_length)
+        self.memory = MemoryControl(config, plan, log, held, row_length)
         self.clock = RunningClock()
         self.awake = KeepAwake(log.message) if config.plan.keep_awake else None
         self.power = PowerControl(config, PowerMonitor(), log, self.clock, self.awake)

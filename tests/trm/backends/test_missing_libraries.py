@@ -1,12 +1,32 @@
 """A backend whose library is not installed says how to install it."""
 
+import importlib
+import platform
 import sys
 
 import pytest
 
 from macbook_optimization.errors import LaptopError
-from trm.backends.base import load_backend
+from trm.backends.base import is_installed, load_backend
 from trm.plan import Execution
+
+
+def test_a_directory_that_shares_the_name_of_a_library_does_not_install_it(monkeypatch, tmp_path):
+    """`mlx` is a namespace, and other packages put files there."""
+    (tmp_path / "mlx" / "data").mkdir(parents=True)
+    (tmp_path / "torch-1.0.dist-info").mkdir()
+    (tmp_path / "torch-1.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 1.0\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert (is_installed("mlx"), is_installed("pytorch"), is_installed("other")) == (False, True, False)
+
+
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="only there mlx is installed for tests",
+)
+def test_the_tests_of_mlx_are_not_skipped_where_it_belongs_to_the_environment():
+    assert is_installed("mlx")
 
 
 def test_without_mlx_the_error_names_the_extra(monkeypatch):

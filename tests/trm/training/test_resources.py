@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import wait_for
-from tiny import Recorder, plan_of, run, run_config, sudoku_dataset
+from tiny import HELD, Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.resource_monitoring import LoadReading, RunningClock
@@ -103,7 +103,12 @@ def test_a_compiled_block_runs_with_the_threads_that_it_was_compiled_for(tmp_pat
 
 def memory_control(tmp_path, dataset, plan, release=lambda: False, **changes):
     log = RunLog(Run(tmp_path), Recorder())
-    return MemoryControl(run_config(dataset, **changes), plan, log, release)
+    return MemoryControl(run_config(dataset, **changes), plan, log, HELD._replace(release_data=release))
+
+
+def test_what_a_driver_holds_counts_as_memory_of_the_process():
+    held = HELD._replace(driver_bytes=lambda: 2**40)
+    assert held.read().process_bytes > 2**40 > HELD.read().process_bytes
 
 
 def test_a_failed_allocation_halves_the_micro_batch_until_nothing_is_smaller(tmp_path, dataset):
@@ -161,7 +166,7 @@ def trainer_with(tmp_path, dataset, plan, tuner=None):
         state=SimpleNamespace(config=config, plan=plan, learner=Learner(), step=3, cycles=1, **NOTHING),
         checkpointer=None,
         best=None,
-        resources=Resources(config, plan, log, lambda: False),
+        resources=Resources(config, plan, log, HELD),
         tuner=tuner,
         log=log,
         evaluator=SimpleNamespace(evaluated=0),

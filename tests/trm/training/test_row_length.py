@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny import Recorder, model_config, plan_of, run, run_config, sudoku_dataset
+from tiny import HELD, Recorder, model_config, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, ConfigError
 from macbook_optimization.memory_management import MIB, MemoryModel, MemoryStats
@@ -67,7 +67,7 @@ class Machine:
             object.__setattr__(plan, "memory", memory)
         log = RunLog(Run(path), Recorder())
         length = RowLength.of(config, open_split(dataset, "train"), log)
-        self.control = MemoryControl(config, plan, log, lambda: False, length)
+        self.control = MemoryControl(config, plan, log, HELD, length)
         self.seconds = 1000.0
         self.control.manager.clock = lambda: self.seconds
         self.control.manager.collect = lambda: 0

@@ -1,6 +1,14 @@
 """The MLX backend: implements `trm.backends.base.Backend`."""
 
-from trm.backends.mlx.device import devices, peak_bytes, prepare, release_memory, warm_up
+from trm.backends.mlx.device import (
+    devices,
+    held_bytes,
+    peak_bytes,
+    prepare,
+    release_memory,
+    to_array,
+    warm_up,
+)
 from trm.backends.mlx.language_model import language_model
 from trm.backends.mlx.learner import learner
 from trm.backends.mlx.memory import estimate, state_bytes
@@ -12,6 +20,7 @@ __all__ = [
     "devices",
     "estimate",
     "guest_meeting",
+    "held_bytes",
     "host_meeting",
     "language_model",
     "learner",
@@ -21,5 +30,6 @@ __all__ = [
     "recorder",
     "release_memory",
     "state_bytes",
+    "to_array",
     "warm_up",
 ]

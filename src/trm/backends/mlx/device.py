@@ -44,15 +44,23 @@ def peak_bytes() -> int:
     On a GPU the arrays are added: whether the system counts their buffers as memory of the process has not
     been checked on a Mac, and counting them twice errs on the safe side.
     """
-    resident = resident_peak_bytes()
-    if mx.default_device() == mx.Device(mx.gpu):
-        return resident + int(mx.get_peak_memory() + mx.get_cache_memory())
-    return resident
+    on_gpu = mx.get_peak_memory() + mx.get_cache_memory() if _uses_gpu() else 0
+    return resident_peak_bytes() + int(on_gpu)
 
 
-def release_memory() -> None:
+def held_bytes() -> int:
+    return int(mx.get_active_memory() + mx.get_cache_memory()) if _uses_gpu() else 0
+
+
+def _uses_gpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
+def release_memory() -> int:
     """Release the buffers that MLX keeps for future arrays."""
+    released = int(mx.get_cache_memory())
     mx.clear_cache()
+    return released
 
 
 def start_computing(*arrays: mx.array) -> None:

@@ -34,8 +34,11 @@ def peak_bytes() -> int:
     The driver returns memory only when its cache is released, so what it holds is nearly its peak. If the
     resident memory contains it, it is counted twice.
     """
-    held = torch.mps.driver_allocated_memory() if is_available(torch.backends.mps) else 0
-    return resident_peak_bytes() + int(held)
+    return resident_peak_bytes() + held_bytes()
+
+
+def held_bytes() -> int:
+    return int(torch.mps.driver_allocated_memory()) if is_available(torch.backends.mps) else 0
 
 
 def prepare(execution: Execution) -> None:
@@ -51,13 +54,15 @@ def warm_up() -> None:
     torch.randn(256, 256) @ torch.randn(256, 256)
 
 
-def release_memory() -> None:
+def release_memory() -> int:
     """Return what the driver of a GPU keeps for later tensors.
 
     On the CPU, freed memory belongs to the C library.
     """
-    if is_available(torch.backends.mps):
+    before = held_bytes()
+    if before:
         torch.mps.empty_cache()
+    return before - held_bytes()
 
 
 def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -66,7 +71,9 @@ def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """Return the tensor as an array; on the CPU they share memory."""
+    """Return the tensor as an array; on the CPU they share memory. NumPy lacks bfloat16: that is copied."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
     array: NDArray[Any] = tensor.detach().cpu().numpy()
     return array
 
