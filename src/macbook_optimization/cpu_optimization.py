@@ -88,10 +88,16 @@ LEFT_ALONE = (
 )
 
 
+MPS_FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
+
+
 def environment(threads: int, *, compact: bool = False) -> dict[str, str]:
     """Return the variables for a child that loads torch, without those that the user has set."""
     chosen = settings_before_torch(threads, compact=compact)
-    return {s.name: s.value for s in chosen if s.value is not None and s.name not in os.environ}
+    ours = {s.name: s.value for s in chosen if s.value is not None and s.name not in os.environ}
+    if MPS_FALLBACK in os.environ:  # torch would compute what the GPU lacks on the CPU, without saying so
+        ours[MPS_FALLBACK] = "0"
+    return ours
 
 
 class CPUOptimizer:

@@ -9,6 +9,7 @@ from macbook_optimization import cpu_optimization
 from macbook_optimization.children import ChildDied
 from macbook_optimization.cpu_optimization import (
     LEFT_ALONE,
+    MPS_FALLBACK,
     choose_precision,
     environment,
     fastest_precision,
@@ -57,6 +58,13 @@ def test_variables_that_the_user_has_set_are_not_changed(monkeypatch):
     assert "OMP_NUM_THREADS" not in chosen
     assert chosen["MKL_NUM_THREADS"] == "3"
     assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_what_a_gpu_lacks_is_never_computed_on_the_cpu_without_saying_so(monkeypatch):
+    monkeypatch.delenv(MPS_FALLBACK, raising=False)
+    assert MPS_FALLBACK not in environment(1)
+    monkeypatch.setenv(MPS_FALLBACK, "1")
+    assert environment(1)[MPS_FALLBACK] == "0"
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])

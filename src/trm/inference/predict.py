@@ -45,7 +45,8 @@ class TrainedModel:
     @property
     def execution(self) -> Execution:
         """How this machine applies it: the run's precision, with all of this machine's threads."""
-        return replace(execution_of(self.config), precision=self.plan.execution.precision)
+        trained_with = self.plan.execution
+        return replace(execution_of(self.config, trained_with), precision=trained_with.precision)
 
     def weights(self) -> Weights:
         """Load the weights that are used for inference."""
@@ -94,19 +95,22 @@ def open_model(path: Path, warn: Warn = python_warning) -> TrainedModel:
     return TrainedModel(config, run.plan or DEFAULT_PLAN, task, data, checkpoint)
 
 
-def execution_of(config: RunConfig) -> Execution:
+def execution_of(config: RunConfig, trained_with: Execution = DEFAULT_PLAN.execution) -> Execution:
     """Return how this machine applies the model of a recipe: with all of its threads, unless it says less.
 
     A run may be used where it was not trained: PyTorch applies it on the CPU, also where the backend of the
-    run is missing.
+    run is missing. With `auto`, the backend is the one that it was trained with.
     """
     threads = config.plan.threads or HardwareDetector().detect_cpu_specs().compute_threads
-    backend, device = config.plan.backend, "cpu"
+    settings = config.plan
+    backend = trained_with.backend if settings.backend == "auto" else settings.backend
+    wanted = trained_with.device if settings.device == "auto" else settings.device
+    device = "cpu"
     if not is_installed(backend):
         backend = "pytorch"
     if backend != "pytorch":
         here = load_backend(Execution(backend=backend)).devices()
-        device = config.plan.device if config.plan.device in here else here[-1]
+        device = wanted if wanted in here else here[-1]
     workers = useful_workers(threads, backend)
     return Execution(threads=threads, workers=workers, backend=backend, device=device)
 

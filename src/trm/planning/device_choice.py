@@ -15,17 +15,11 @@ from typing import NamedTuple
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.cpu_optimization import environment
-from macbook_optimization.errors import (
-    AllocationFailed,
-    ConfigError,
-    LaptopError,
-    MemoryBudgetError,
-    NonFiniteError,
-)
+from macbook_optimization.errors import ConfigError, LaptopError
 from macbook_optimization.hardware_detection import on_macos
 from macbook_optimization.json_types import JsonObject
 from trm.backends.base import LIBRARIES, Program, is_installed
-from trm.config import did_you_mean
+from trm.config import RunConfig, did_you_mean
 from trm.config.kinds import check_backend
 from trm.plan import Execution
 from trm.planning.cache import cache_directory, cache_key, read_cached, write_cached
@@ -33,8 +27,9 @@ from trm.planning.fitting import fitted
 from trm.planning.planner import Planner
 
 AUTO = "auto"
-CHECK_SECONDS = 900
-_CHECK_VERSION = 2  # of what is compared; a verdict by another version is not used
+CHECK_SECONDS = 900.0
+LISTING_SECONDS = 120.0  # for importing a backend
+_CHECK_VERSION = 3  # of what is compared; a verdict by another version is not used
 
 
 class Place(NamedTuple):
@@ -120,8 +115,12 @@ def wanted_place(planner: Planner) -> Place:
 
 def at(planner: Planner, place: Place) -> Planner:
     """Return the planner of the same recipe at another place."""
-    plan = planner.config.plan.model_copy(update=place._asdict())
-    return replace(planner, config=planner.config.model_copy(update={"plan": plan}))
+    return replace(planner, config=recipe_at(planner.config, place))
+
+
+def recipe_at(config: RunConfig, place: Place) -> RunConfig:
+    plan = config.plan.model_copy(update=place._asdict())
+    return config.model_copy(update={"plan": plan})
 
 
 def unsuitable(planner: Planner, place: Place) -> str | None:
@@ -200,7 +199,9 @@ _CHECK = "trm.planning.device_check"
 
 def _listed(backend: str) -> tuple[str, ...]:
     try:
-        return tuple(run_in_child(f"{_CHECK}:list_devices", {"backend": backend}))
+        return tuple(
+            run_in_child(f"{_CHECK}:list_devices", {"backend": backend}, timeout_seconds=LISTING_SECONDS)
+        )
     except ChildDied as death:
         raise LaptopError(
             f"The backend {backend} cannot be loaded: its process {death}",
@@ -208,7 +209,7 @@ def _listed(backend: str) -> tuple[str, ...]:
         ) from death
 
 
-def check(planner: Planner, place: Place) -> Verdict:
+def check(planner: Planner, place: Place, timeout_seconds: float = CHECK_SECONDS) -> Verdict:
     """Return the verdict about a place, from the cache or by the check."""
     file = _verdict_file(planner, place)
     known = read_cached(file)
@@ -220,28 +221,37 @@ def check(planner: Planner, place: Place) -> Verdict:
             f"{_CHECK}:compare",
             {
                 "config": planner.config.model_dump(mode="json"),
-                "execution": asdict(_execution(planner, place)),
+                "execution": asdict(execution_at(planner, place)),
             },
             environment=environment(_threads(planner)),
-            timeout_seconds=CHECK_SECONDS,
+            timeout_seconds=timeout_seconds,
         )
-    except (AllocationFailed, MemoryBudgetError, NonFiniteError) as error:
+    except LaptopError as error:  # such as memory that was short, or a device that is gone
         return Verdict(*place, str(error))
-    except ChildDied as death:  # another time it may succeed
-        return Verdict(*place, f"the check {death}")
+    except ChildDied as death:
+        found = {"problem": f"the check {death}", "tensor": None}
+        if not (death.timed_out or death.traceback_shown) or death.may_be_out_of_memory:
+            return Verdict(*place, **found)  # another time it may succeed
     verdict = Verdict(*place, **(found or {}))
     write_cached(file, {"problem": verdict.problem, "tensor": verdict.tensor})
     return verdict
 
 
-def _execution(planner: Planner, place: Place) -> Execution:
+def execution_at(planner: Planner, place: Place) -> Execution:
     return Execution(
         threads=_threads(planner),
         backend=place.backend,
         device=place.device,
+        precision=_precision(planner, place),
         gradient_checkpointing=planner.config.plan.gradient_checkpointing or "none",
         optimizer_in_backward=planner.config.plan.optimizer_in_backward,
     )
+
+
+def _precision(planner: Planner, place: Place) -> str:
+    """Return what the recipe is computed in; where a measurement chooses, the more exact one."""
+    wanted = planner.config.plan.precision or planner.config.model.forward_dtype
+    return wanted if wanted == "bfloat16" and place.backend != REFERENCE.backend else "float32"
 
 
 def _threads(planner: Planner) -> int:
@@ -251,7 +261,7 @@ def _threads(planner: Planner) -> int:
 def _verdict_file(planner: Planner, place: Place) -> Path:
     program = Program.of(planner.config, planner.data)
     # A driver belongs to the release of the system.
-    how = [_CHECK_VERSION, platform.release(), asdict(_execution(planner, place))]
+    how = [_CHECK_VERSION, platform.release(), asdict(execution_at(planner, place))]
     key = cache_key(program, planner.hardware, backend=place.backend, check=how)
     return cache_directory() / "checks" / f"{key}.json"
 

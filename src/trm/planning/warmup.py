@@ -71,7 +71,7 @@ class WarmUp:
         self.load = CpuLoad()
         choices = planner.choices()
         num_slots = self.config.training.effective_batch_size
-        # A GPU computes more examples at a time in hardly more time.
+        # A GPU should compute more examples at a time in hardly more time: assumed, not measured.
         largest = LARGE_ENOUGH if self.config.plan.device == "cpu" else num_slots
         self.sizes = DoublingSizes(max(choices).workers, num_slots, planner.budget.resident_bytes, largest)
         self.trials = search(choices, self.sizes)

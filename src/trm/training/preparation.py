@@ -18,7 +18,7 @@ from trm.config import RunConfig, differences
 from trm.display import Display, Silent
 from trm.feed import require_kind, require_target
 from trm.plan import Plan
-from trm.planning.device_choice import Verdict, choose_device, fitted_on_cpu
+from trm.planning.device_choice import REFERENCE, Place, Verdict, choose_device, fitted_on_cpu, wanted_place
 from trm.planning.fitting import too_large
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, is_run, open_run, set_aside
@@ -48,6 +48,7 @@ class Job:
     quiet: bool = False  # the trainer shows no progress
     hosting: Hosting | None = None  # of other machines that take part
     rejected: tuple[Verdict, ...] = ()  # devices that failed the check before a run
+    requested: Place = REFERENCE  # which the recipe of the run keeps: a later start may find more
     on_start: Callable[[int], None] = lambda pid: None  # called with the PID of each trainer
 
 
@@ -75,6 +76,7 @@ def prepare(
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
     check_sizes(config, planner.data, fit=fit)
     run = open_run(path, planner.config)
+    requested = wanted_place(planner)
     choice = choose_device(fitted_on_cpu(planner) if fit else planner)
     planner = choice.planner
     plan = _earlier_plan(run, planner) or (None if fit else planner.without_probe()) or planner.choose()
@@ -84,7 +86,7 @@ def prepare(
         plan = plan.with_execution({"device": choice.reason})
     _show(plan, planner, display)
     verified = {"train": train_split.digests, "test": test_split.digests}
-    return Job(planner.config, run, plan, planner, verified, rejected=choice.rejected)
+    return Job(planner.config, run, plan, planner, verified, rejected=choice.rejected, requested=requested)
 
 
 def outcome_if_finished(config: RunConfig, path: Path, *, fit: bool = False) -> Outcome | None:

@@ -23,6 +23,7 @@ from trm.config import RunConfig
 from trm.display import Display, Forwarded, Silent
 from trm.feed import Feed
 from trm.plan import Plan
+from trm.planning.device_choice import Place, recipe_at
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, begin, open_run
 from trm.runs.events import DataOpened, DeviceRejected, StageChanged
@@ -44,7 +45,7 @@ from trm.training.machines import (
     own_member,
 )
 from trm.training.profiling import QUIET_ENVIRONMENT, ProfiledState, StepProfiler
-from trm.training.resources import Resources
+from trm.training.resources import HeldMemory, Resources
 from trm.training.row_length import RowLength
 from trm.training.shared_checkpoints import SharedCheckpoints
 from trm.training.signals import StopRequest, stop_signals
@@ -63,7 +64,7 @@ class Surroundings:
 
     `verified` has the digests of the splits if another process has just verified the data. `seat` is a place
     among several machines, `send` reports to the supervisor, and `rejected` are devices that failed the check
-    before the run.
+    before the run. The recipe of the run keeps the backend and device that were `requested`.
     """
 
     display: Display
@@ -71,6 +72,7 @@ class Surroundings:
     seat: Seat | None = None
     send: Send = lambda row: None
     rejected: tuple[DeviceRejected, ...] = ()
+    requested: Place | None = None
 
     @property
     def writes(self) -> bool:
@@ -87,8 +89,8 @@ def train_in_child(
 ) -> JsonObject:
     """Train as a child of the supervisor. Running out of memory ends the process, not the run.
 
-    `start` has the limits of this start, whether it is quiet, the seat among several machines, and the
-    devices that were rejected.
+    `start` has the limits of this start, whether it is quiet, the seat among several machines, the devices
+    that were rejected, and the place that was requested.
     """
     display = Silent() if start["quiet"] else Forwarded(send)
     seat = None if start.get("seat") is None else Seat.from_json(start["seat"])
@@ -97,7 +99,8 @@ def train_in_child(
         recipe = RunConfig.model_validate(config)
         limits = Limits(**start["limits"])
         rejected = tuple(DeviceRejected(**each) for each in start.get("rejected", ()))
-        here = Surroundings(display, verified, seat, send, rejected)
+        requested = Place(*start["requested"]) if "requested" in start else None
+        here = Surroundings(display, verified, seat, send, rejected, requested)
         outcome = train_with_others(recipe, Path(run), Plan.from_json(plan), limits, here)
     except (AllocationFailed, MemoryError):
         sys.exit(OUT_OF_MEMORY)
@@ -150,7 +153,7 @@ def train_with_others(
         trainer.resume()
         if plan.provisional:
             trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
-        _begin(trainer, plan, here.rejected)
+        _begin(trainer, plan, here)
         introduce(membership, state.learner, state.step, log)
         with stop_signals() as stop, trainer.resources, profiler or nullcontext():
             outcome = trainer.run(limits, stop)
@@ -185,15 +188,16 @@ def _connect(trainer: Trainer, membership: Membership) -> None:
         together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
 
 
-def _begin(trainer: Trainer, plan: Plan, rejected: tuple[DeviceRejected, ...] = ()) -> None:
+def _begin(trainer: Trainer, plan: Plan, here: Surroundings) -> None:
     """Record how this start begins, where there is a run to record it in."""
     state = trainer.state
     log = trainer.log
     if state.stage is not None:
         log.display.message(f"{state.stage.described()}.")
     if log.writes:
-        begin(log.run, state.config)
-    for event in rejected:
+        config = state.config
+        begin(log.run, config if here.requested is None else recipe_at(config, here.requested))
+    for event in here.rejected:
         log.event(event)
     log.plan(plan)
     log.event(DataOpened(state.step, state.feed.split.reader.strategy))
@@ -239,11 +243,8 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split,
     split = state.feed.split
     row_length = RowLength.of(config, split, log)
 
-    def release() -> bool:
-        backend.release_memory()
-        return split.reader.release_memory()
-
-    resources = Resources(config, state.plan, log, release, row_length)
+    held = HeldMemory(backend.held_bytes, backend.release_memory, split.reader.release_memory)
+    resources = Resources(config, state.plan, log, held, row_length)
     evaluator = Evaluator(state, resources.memory, log, test_split)
     return Trainer(state, checkpointer, best, resources, tuner, log, evaluator, Together(state.world))
 

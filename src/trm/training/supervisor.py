@@ -169,6 +169,7 @@ def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outc
             "limits": asdict(limits),
             "quiet": job.quiet,
             "rejected": [asdict(each) for each in job.rejected],
+            "requested": list(job.requested),
             "seat": None if hosting is None else hosting.seat().to_json(),
         },
         "verified": {name: dict(digests) for name, digests in job.verified.items()},

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import second_device
-from tiny import Recorder, run_config, sudoku_dataset, training_config
+from tiny import Recorder, model_config, run_config, sudoku_dataset
 
+from macbook_optimization.children import ChildDied
 from macbook_optimization.errors import ConfigError
 from macbook_optimization.hardware_detection import HardwareDetector
 from trm.planning import device_check
-from trm.planning.device_choice import REFERENCE, Place, at, choose_device, wanted_place
+from trm.planning.device_choice import REFERENCE, Place, at, check, choose_device, execution_at, wanted_place
 from trm.planning.planner import Planner
 from trm.runs.directory import EVENTS
 from trm.tasks.dataset import open_split
@@ -41,7 +42,7 @@ def test_weights_that_were_not_written_are_counted():
     half[500:] = 0
     assert differences(ARRAY, ARRAY) == []
     assert differences(ARRAY, half) == ["500 of 1000 numbers did not change"]
-    assert differences(ARRAY, 1.5 * ARRAY) == ["the update is another one"]
+    assert differences(ARRAY, 1.5 * ARRAY) == ["the update differs by more than 10%"]
     assert differences(ARRAY, 0 * ARRAY, "ema/w") == ["it did not change"]
     assert differences(ARRAY, ARRAY * np.nan) == ["it is not finite"]
 
@@ -60,6 +61,17 @@ def test_a_gradient_that_is_only_rounding_is_not_compared():
     here = {"optimizer/a.exp_avg": ARRAY, "optimizer/b.exp_avg": ARRAY * 1e-8}
     there = {"optimizer/a.exp_avg": ARRAY, "optimizer/b.exp_avg": -ARRAY * 1e-8}
     assert list(device_check._of_states((here, there), (here, there))) == []
+
+
+def test_a_step_that_follows_a_gradient_of_rounding_may_have_either_sign():
+    small, step = ARRAY * 1e-8, np.sign(ARRAY)
+    here = {"optimizer/a.exp_avg": ARRAY, "optimizer/b.exp_avg": small, "weights/b": step}
+    there = {"optimizer/a.exp_avg": ARRAY, "optimizer/b.exp_avg": -small, "weights/b": -step}
+    before = {name: np.zeros_like(ARRAY) for name in here}
+    assert list(device_check._of_states((before, before), (here, there))) == []
+    real = {**here, "optimizer/b.exp_avg": ARRAY}
+    (found,) = device_check._of_states((before, before), (real, {**there, "optimizer/b.exp_avg": ARRAY}))
+    assert (found.tensor, found.problem) == ("weights/b", "the update differs by more than 10%")
 
 
 def planner_of(config, display=None):
@@ -125,16 +137,22 @@ def test_the_verdict_is_cached_and_auto_takes_the_fastest(dataset, tmp_path, mon
 @pytest.mark.slow
 @second_device.needed
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(("broken", "tensor"), [("addcmul_", "exp_avg_sq"), ("atan2", None), ("", None)])
+@pytest.mark.parametrize(
+    ("broken", "tensor"),
+    [("addcmul_", "exp_avg_sq"), ("_safe_softmax", "exp_avg"), ("atan2", None), ("", None)],
+)
 def test_a_run_continues_on_the_cpu_if_the_device_fails(dataset, tmp_path, monkeypatch, broken, tensor):
     second_device.announce(monkeypatch, tmp_path, broken)
-    config = run_config(dataset, plan={"device": "second", "threads": 1, "report": False})
+    mixer = "attention" if broken == "_safe_softmax" else "mlp"
+    model = model_config(mixer=mixer, pos_encodings="none").model_dump()
+    config = run_config(dataset, model=model, plan={"device": "second", "threads": 1, "report": False})
     display = Recorder()
     job = prepare(config, tmp_path / "run", display)
     assert job.config.plan.device == ("cpu" if broken else "second")
     outcome = supervise(job, Limits())
     assert (outcome.reason, outcome.step) == ("max_steps", 20)
     assert job.run.plan.execution.device == job.config.plan.device
+    assert job.run.config.plan.device == "second", "a later start may check it again"
     events = [row for row in job.run.rows(EVENTS) if row["event"] == "device rejected"]
     assert len(events) == bool(broken)
     for event in events:
@@ -147,4 +165,34 @@ def test_a_run_continues_on_the_cpu_if_the_device_fails(dataset, tmp_path, monke
 def test_a_place_is_part_of_the_plan(dataset):
     planner = planner_of(run_config(dataset))
     assert at(planner, Place("pytorch", "mps")).execution().device == "mps"
-    assert training_config().deterministic is False
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (ChildDied(1, True, "NotImplementedError: aten::erfinv"), True),
+        (ChildDied(-9, False, "", timed_out=True), True),
+        (ChildDied(-9, False, ""), False),
+        (ChildDied(1, True, "RuntimeError: out of memory"), False),
+        (ConfigError("The backend pytorch has no device 'mps' here"), False),
+    ],
+)
+def test_a_check_that_died_is_repeated_only_if_it_may_end_differently(dataset, monkeypatch, error, is_kept):
+    started = []
+
+    def die(*arguments, **how):
+        started.append(1)
+        raise error
+
+    monkeypatch.setattr("trm.planning.device_choice.run_in_child", die)
+    planner = planner_of(run_config(dataset))
+    verdicts = [check(planner, Place("pytorch", "mps")) for _ in range(2)]
+    assert all(str(error) in each.problem for each in verdicts)
+    assert len(started) == (1 if is_kept else 2)
+
+
+def test_what_will_be_computed_in_bfloat16_is_checked_in_bfloat16(dataset):
+    planner = planner_of(run_config(dataset, plan={"precision": "bfloat16", "threads": 1}))
+    assert execution_at(planner, Place("mlx", "gpu")).precision == "bfloat16"
+    assert execution_at(planner, Place("pytorch", "mps")).precision == "float32", "which mps is corrected to"

@@ -13,6 +13,7 @@ pytest.importorskip("mlx.core")
 
 from trm.config import load_config
 from trm.inference.predict import execution_of, load_search, open_model, open_test_set
+from trm.plan import Execution
 from trm.runs.directory import Run
 from trm.tasks.grids.sudoku import TASK
 from trm.training.loop import Limits
@@ -63,9 +64,22 @@ def test_a_run_changes_its_backend_twice_and_learns_the_same(tmp_path):
     train_until(100, config, changing)
     assert any("backend pytorch -> mlx" in text for text in train_until(110, config, changing, "mlx"))
     assert any("backend mlx -> pytorch" in text for text in train_until(120, config, changing))
-    train_until(120, config, steady)
+    for step in (100, 110, 120):
+        train_until(step, config, steady)
+    np.testing.assert_allclose(losses(changing), losses(steady), rtol=1e-3)
     assert_close(newest(changing).load_all(), newest(steady).load_all(), relative=1e-3)
     assert_same_answers(changing)
+
+
+def losses(path):
+    """Return the mean loss of the steps of each start: rows may be split elsewhere."""
+    rows = [row for row in Run(path).rows() if row["kind"] == "train"]
+    means = []
+    for first, last in ((0, 100), (100, 110), (110, 120)):
+        parts = [(row["loss"], row["num_steps"]) for row in rows if first < row["step"] <= last]
+        assert sum(steps for _, steps in parts) == last - first
+        means.append(sum(loss * steps for loss, steps in parts) / (last - first))
+    return means
 
 
 def assert_close(found, expected, relative):
@@ -74,6 +88,13 @@ def assert_close(found, expected, relative):
         for name, tensor in expected[group].items():
             difference = np.abs(numbers(found[group][name]) - numbers(tensor)).max()
             assert difference <= relative * np.abs(numbers(tensor)).max(), f"{group} {name}: {difference:.1e}"
+
+
+def test_with_auto_a_run_is_applied_with_what_it_was_trained_with():
+    config = load_config("sudoku-6x6", ["plan.backend=auto", "plan.device=auto"])
+    assert execution_of(config).backend == "pytorch"
+    trained_with = Execution(backend="mlx", device="cpu")
+    assert (execution_of(config, trained_with).backend, execution_of(config).device) == ("mlx", "cpu")
 
 
 def assert_same_answers(path):
