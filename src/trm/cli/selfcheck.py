@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import click
@@ -39,6 +40,7 @@ def selfcheck(out: OutputFile, minutes: float, as_json: bool) -> None:
     prediction, every backend and device against the CPU, a short training with each, and a kill. Exits with 1
     if a check fails. What does not apply here is skipped, with the reason.
     """
+    end = time.monotonic() + 60 * minutes
     with showing("Preparing the checks") as display:
         from macbook_optimization.hardware_detection import HardwareDetector
         from trm.machine.checks_hardware import hardware_checks
@@ -48,7 +50,7 @@ def selfcheck(out: OutputFile, minutes: float, as_json: bool) -> None:
 
         hardware = HardwareDetector().detect(with_torch=False)
         checks = [*hardware_checks(), *system_checks(), *training_checks()]
-        results = run_checks(checks, hardware, display, 60 * minutes)
+        results = run_checks(checks, hardware, display, end - time.monotonic())
     report = report_of(results, hardware)
     out.write(to_bytes(report))
     text = f"{format_results(results)}\nWritten to {out.path}; it contains nothing personal."

@@ -12,17 +12,29 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import psutil
 
+from macbook_optimization.children import run_in_child
+from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonObject
 from trm.config import load_config
 from trm.machine.devices import DeviceResult, examine_device
 from trm.machine.selfcheck import Check, Finding, Surroundings, failed, passed, skipped
-from trm.planning.device_choice import AUTO, REFERENCE, Place, candidates, installed_backends
+from trm.planning.device_choice import (
+    AUTO,
+    CHECK_SECONDS,
+    REFERENCE,
+    Place,
+    candidates,
+    execution_at,
+    installed_backends,
+)
 from trm.planning.planner import Planner
 from trm.runs.directory import EVENTS, Run
 from trm.runs.events import Restarted, Resumed, Stopped
@@ -34,6 +46,7 @@ NUM_STEPS = 30
 KILLED_STEPS = 100
 MAX_MEMORY_ERROR = 0.15
 PATIENCE_SECONDS = 240.0  # of one training
+_FAILED_THE_CHECK = "it failed the comparison with the CPU"
 STOP_SECONDS = 30.0  # for a training to save and end
 
 
@@ -43,10 +56,12 @@ def training_checks() -> list[Check]:
     places = candidates(Place(AUTO, AUTO), broken.append)
     checks = [Check("backends", partial(_failed, text)) for text in broken]
     for place in places:
+        examined = _Examined(place)
         if place != REFERENCE:
-            checks.append(Check(f"{place} against the CPU", partial(check_parity, place)))
-        checks.append(Check(f"speed of {place}", partial(check_speed, place)))
-        checks.append(Check(f"training with {place}", partial(check_training, place)))
+            checks.append(Check(f"{place} against the CPU", partial(check_parity, examined)))
+            checks.append(Check(f"memory of {place}", partial(check_device_memory, examined)))
+        checks.append(Check(f"speed of {place}", partial(check_speed, examined)))
+        checks.append(Check(f"training with {place}", partial(check_training, examined)))
     checks += [
         Check("memory prediction", check_memory_prediction),
         Check("kill and resume", check_kill_and_resume),
@@ -63,22 +78,49 @@ def _failed(reason: str, here: Surroundings) -> Finding:
     return failed(reason)
 
 
-def check_parity(place: Place, here: Surroundings) -> Finding:
-    found = _examined(place, here)
+class _Examined:
+    """A place and what was found about it, once for all checks: it may take minutes to fail."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.result: DeviceResult | None = None
+
+    def found(self, here: Surroundings) -> DeviceResult:
+        if self.result is None:
+            seconds = max(1.0, min(CHECK_SECONDS, here.seconds_left))
+            self.result = examine_device(planner_of(here), self.place, seconds)
+        return self.result
+
+
+def check_parity(examined: _Examined, here: Surroundings) -> Finding:
+    found = examined.found(here)
     return passed() if found.problem is None else failed(f"{found.tensor or 'a step'}: {found.problem}")
 
 
-def check_speed(place: Place, here: Surroundings) -> Finding:
-    found = _examined(place, here)
+def check_device_memory(examined: _Examined, here: Surroundings) -> Finding:
+    """Record what the system and the driver count after a step: whether one contains the other is open."""
+    if examined.found(here).problem is not None:
+        return skipped(_FAILED_THE_CHECK)
+    planner = planner_of(here)
+    facts: JsonObject = run_in_child(
+        "trm.planning.device_check:occupied",
+        {
+            "config": planner.config.model_dump(mode="json"),
+            "execution": asdict(execution_at(planner, examined.place)),
+        },
+        environment=environment(_threads(here)),
+        timeout_seconds=max(1.0, min(PATIENCE_SECONDS, here.seconds_left)),
+    )
+    return passed(**facts)
+
+
+def check_speed(examined: _Examined, here: Surroundings) -> Finding:
+    found = examined.found(here)
     if found.problem is not None:
-        return skipped("it failed the comparison with the CPU")
+        return skipped(_FAILED_THE_CHECK)
     if found.samples_per_second is None:
         return failed("no step could be measured")
     return passed(samples_per_second=round(found.samples_per_second, 2), recipe=RECIPE)
-
-
-def _examined(place: Place, here: Surroundings) -> DeviceResult:
-    return examine_device(planner_of(here), place)
 
 
 def planner_of(here: Surroundings) -> Planner:
@@ -155,9 +197,10 @@ def _wait(process: subprocess.Popen[str], here: Surroundings) -> None:
         raise RunError(f"A training ended with exit code {process.returncode}: {last}")
 
 
-def check_training(place: Place, here: Surroundings) -> Finding:
-    if place != REFERENCE and _examined(place, here).problem is not None:
-        return skipped("it failed the comparison with the CPU")
+def check_training(examined: _Examined, here: Surroundings) -> Finding:
+    place = examined.place
+    if place != REFERENCE and examined.found(here).problem is not None:
+        return skipped(_FAILED_THE_CHECK)
     overrides = (
         f"plan.backend={place.backend}",
         f"plan.device={place.device}",
@@ -169,7 +212,8 @@ def check_training(place: Place, here: Surroundings) -> Finding:
     facts: JsonObject = {"losses": [round(loss, 4) for loss in losses], "steps": NUM_STEPS}
     if used is None or (used.backend, used.device) != place:
         return failed(f"the run was not computed with {place}", **facts)
-    if len(losses) > 1 and losses[-1] >= losses[0]:
+    half = len(losses) // 2
+    if half and median(losses[-half:]) >= median(losses[:half]):
         return failed("nothing was learned", **facts)
     return passed(**facts)
 
