@@ -11,9 +11,12 @@ from hypothesis import settings
 # A cache of its own, so that the suite neither reads nor changes the measurements of the user.
 os.environ["TRM_CACHE_DIR"] = tempfile.mkdtemp(prefix="trm-tests-")
 
-# The background job of a script inherits SIGINT as ignored, and so would every command that tests interrupt.
+# The background job of a script inherits SIGINT as ignored, and under nohup SIGHUP, too; so would every
+# command that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine exceeds deadlines now and then, and examples must be the same in every run.
 settings.register_profile("steady", deadline=None, derandomize=True)

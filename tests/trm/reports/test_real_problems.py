@@ -87,8 +87,12 @@ def test_a_learning_rate_that_is_too_high_is_instability(tmp_path):
     large = {"training__effective_batch_size": 48, "training__learning_rate": 0.5}  # few steps per row
     never = {"training__max_steps": 10**6, "evaluation__every_steps": 10**6}
     config = run_config(sudoku_dataset(tmp_path / "set"), **large, **never)
-    run(config, tmp_path / "run", max_seconds=9)
-    found = findings(tmp_path / "run", config)
+    found = {}
+    for _ in range(4):  # a busy machine needs longer for as many steps
+        run(config, tmp_path / "run", max_seconds=9)
+        found = findings(tmp_path / "run", config)
+        if "unstable training" in found:
+            break
     assert "lower training.learning_rate (now 0.5)" in found["unstable training"].advice
 
 

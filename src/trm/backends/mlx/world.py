@@ -30,6 +30,7 @@ from macbook_optimization.errors import ConfigError
 from macbook_optimization.json_types import JsonObject
 from trm.backends.world import Address, GuestMeeting, HostMeeting, PeerLost, Place
 
+CLOSING_SECONDS = 60.0  # until all ranks have arrived at the end; then nobody watches for signs of life
 FORMING_SECONDS = 60.0  # until all neighbours have connected
 Numbers = NDArray[Any]
 
@@ -93,7 +94,8 @@ class RingWorld:
         """
         self.agree([0])
         self.before_closing()
-        self.agree([0])
+        with _time_limit(CLOSING_SECONDS):
+            self.agree([0])
 
     def _of_rank(self, rank: int, array: Numbers) -> Numbers:
         """Return the array that one rank has; those of the others only have its shape."""

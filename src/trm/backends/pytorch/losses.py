@@ -79,8 +79,8 @@ def slot_losses(
     if weights_B is not None:
         per_token = per_token * weights_B[slot_of]
     with torch.no_grad():
-        right = (logits.argmax(-1) == labels).long()
-        correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
+        right = (logits.argmax(-1) == labels).int()  # MPS cannot add 64-bit integers by index
+        correct = torch.zeros_like(counts, dtype=torch.int32).index_add_(0, slot_of, right)
     halt_logits, continue_logits = model.halt_logits(y_LBD).unbind(-1)
     exact = exact_rows(correct, counts).to(halt_logits.dtype)
     halt_loss = F.binary_cross_entropy_with_logits(halt_logits, exact, reduction="sum")
@@ -129,7 +129,7 @@ def decoder_losses(
         total = (per_token / labels_BL.shape[1]).sum()
         return SlotLosses(total, right.view(labels_BL.shape).sum(-1), counts, _no_margins(total, counts))
     slot_of = labelled.nonzero()[:, 0]
-    correct = torch.zeros_like(counts).index_add_(0, slot_of, right)
+    correct = torch.zeros_like(counts, dtype=torch.int32).index_add_(0, slot_of, right.int())
     total = (per_token / counts[slot_of]).sum()
     return SlotLosses(total, correct, counts, _no_margins(total, counts))
 
