@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from trm.backends.base import EXCHANGE, Program, load_backend
-from trm.backends.pytorch.world import GlooWorld, c10d, connect
+from trm.backends.pytorch.world import GlooWorld, c10d, gloo_world
+from trm.backends.world import Place
 from trm.config import RunConfig, load_config
 from trm.display import Silent
 from trm.feed import Feed
@@ -283,7 +284,9 @@ def learn_with_messages(recipe: str, steps: int, seeds: int) -> None:
             for seed in range(seeds):
                 how = (f"training.gradient_message={kind}", f"training.gradient_share={share}")
                 config = load_config(recipe, (*how, *data, f"seed={seed}"))
-                found.append(together(partial(_learned, config, steps))[0])
+                half = config.training.effective_batch_size // 2
+                shares = (config.training.effective_batch_size - half, half)
+                found.append(together(partial(_learned, config, steps), shares)[0])
             losses = ", ".join(f"{each.loss:.4f}" for each in found)
             accuracy = statistics.mean(each.accuracy for each in found)
             say(
@@ -296,7 +299,7 @@ def time_messages() -> None:
     for kind, share in KINDS:
         how = (f"training.gradient_message={kind}", f"training.gradient_share={share}")
         config = load_config("sudoku-extreme", (*how, "training.effective_batch_size=2"))
-        seconds = together(partial(_message_seconds, config))
+        seconds = together(partial(_message_seconds, config), (1, 1))
         milliseconds = 1000 * max(seconds)
         say(f"sudoku-extreme, 5 million weights, {_name(kind, share)}: {milliseconds:.0f} ms per message")
 
@@ -305,21 +308,20 @@ def _name(kind: str, share: float) -> str:
     return f"{kind} {share:.0%}" if kind == "topk" else kind
 
 
-def together(compute: Callable[[Any, int], Any]) -> list[Any]:
-    """Return what two ranks, which are threads, compute with their group of gloo."""
+def together(compute: Callable[[GlooWorld], Any], shares: tuple[int, int]) -> list[Any]:
+    """Return what two ranks, which are threads, compute in their world of gloo."""
     store = c10d.HashStore()
 
     def connected(rank: int) -> Any:
         torch.set_num_threads(1)
-        return compute(connect(store, rank, 2, "127.0.0.1"), rank)
+        return compute(gloo_world(store, Place(rank, shares, 0, "127.0.0.1")))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(connected, range(2)))
 
 
-def _learned(config: RunConfig, steps: int, group: Any, rank: int) -> Learned:
-    half = config.training.effective_batch_size // 2
-    world = CountingWorld(GlooWorld(rank, (config.training.effective_batch_size - half, half), 0, group))
+def _learned(config: RunConfig, steps: int, connected: GlooWorld) -> Learned:
+    world = CountingWorld(connected)
     task = load_task(config.task)
     split, _ = open_splits(config, task)
     program = Program.of(config, complete_spec(task, split))
@@ -335,8 +337,7 @@ def _learned(config: RunConfig, steps: int, group: Any, rank: int) -> Learned:
     )
 
 
-def _message_seconds(config: RunConfig, group: Any, rank: int) -> float:
-    world = GlooWorld(rank, (1, 1), 0, group)
+def _message_seconds(config: RunConfig, world: GlooWorld) -> float:
     task = load_task(config.task)
     program = Program.of(config, task.complete(task.spec(config.data.build or {})))
     learner = load_backend(Execution()).learner(program, Execution(), world)
