@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.backends.base import LanguageModel
 from trm.config import InferenceConfig, RunConfig, find_recipe, load_config, parse_section
-from trm.config.kinds import check_exchange
+from trm.config.kinds import check_several_machines
 from trm.display import Display, Silent
 from trm.inference.predict import (
     Answer,
@@ -135,10 +135,10 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], run: Path | None,
 
 
 def _announce(hosting: Hosting, job: Job, display: Display) -> None:
-    """Show how other machines join. What cannot be exchanged is refused now, not when the first one joins."""
+    """Show how other machines join, once the backend is known and can exchange what the recipe says."""
     from trm.training.hosting import token_of
 
-    check_exchange(job.config.training, job.config.plan.backend)
+    check_several_machines(job.config.training, job.config.plan)
     hosting.token = token_of(job.run)
     display.message(f"On another machine: trm join {hosting.place}")
 
@@ -150,6 +150,7 @@ def _hosting(start: Start, config: RunConfig) -> Iterator[Hosting | None]:
         return
     from trm.training.hosting import listening
 
+    check_several_machines(config.training, config.plan)  # not only when the first one joins
     seconds = config.plan.peer_timeout_seconds
     with listening(start.listen, seconds, allow_public=start.allow_public) as hosting:
         yield hosting

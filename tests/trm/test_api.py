@@ -9,6 +9,7 @@ from tiny import run, run_config, sudoku_dataset
 
 import trm
 from macbook_optimization.errors import ConfigError, DataError, LaptopError, RunError
+from trm.api import Start, train_recipe
 from trm.runs.directory import Run
 
 PUZZLE = "12.." + "." * 12
@@ -124,3 +125,13 @@ def test_a_quiet_training_shows_nothing_and_writes_what_the_changes_say(tmp_path
     assert capfd.readouterr() == ("", "")
     config = Run(outcome.run).config
     assert (config.seed, config.training.learning_rate) == (7, 1e-5)
+
+
+def test_what_several_machines_cannot_do_is_refused_before_a_host_listens(tmp_path):
+    """Neither the dataset nor the run directory exists yet."""
+    in_backward = ("plan.optimizer_in_backward=true", "training.max_grad_norm=null")
+    overrides = (*in_backward, "plan.micro_batch_size=null", f"data.path={tmp_path / 'set'}")
+    start = Start(listen="127.0.0.1:0", quiet=True)
+    with pytest.raises(ConfigError, match="optimizer_in_backward updates the weights before other machines"):
+        train_recipe("text-1b", overrides, tmp_path / "run", start)
+    assert not (tmp_path / "run").exists()

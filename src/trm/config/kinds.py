@@ -90,6 +90,16 @@ def check_backend(training: TrainingConfig, plan: PlanSettings) -> None:
         raise ValueError("; ".join(problems))
 
 
+def check_several_machines(training: TrainingConfig, plan: PlanSettings) -> None:
+    """Raise `ConfigError` for what one machine can do, and several together cannot."""
+    check_exchange(training, plan.backend)
+    if plan.optimizer_in_backward:
+        raise ConfigError(
+            "plan.optimizer_in_backward updates the weights before other machines could add their gradients.",
+            hint="Set plan.optimizer_in_backward=false, or train on one machine.",
+        )
+
+
 def check_exchange(training: TrainingConfig, backend: str) -> None:
     """Raise `ConfigError` for messages between machines that only PyTorch can send."""
     if backend == "mlx" and training.gradient_message != "float32":

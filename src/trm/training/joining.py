@@ -19,6 +19,7 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.backends.base import load_backend
 from trm.backends.world import Address
 from trm.config import RunConfig, config_from_text
+from trm.config.kinds import check_several_machines
 from trm.display import Display, show_forwarded
 from trm.plan import Execution, Plan
 from trm.planning.device_choice import choose_device
@@ -107,6 +108,7 @@ def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
             )
     keys = [f"plan.backend={facts['backend']}", *overrides]
     config = config_from_text(json.dumps(facts["recipe"]), f"The recipe of {facts['host']}", keys)
+    check_several_machines(config.training, config.plan)
     if config.task not in TASK_NAMES:
         raise ConfigError(
             f"{facts['host']} trains the task {config.task}, which is code of its user",

@@ -171,6 +171,14 @@ def test_a_guest_must_not_change_what_is_learned(dataset):
         guest_config(facts, ["training.learning_rate=1"])
 
 
+def test_a_machine_that_updates_in_the_backward_pass_cannot_join(dataset):
+    facts, _ = facts_and_digests(run_config(dataset))
+    facts["recipe"].update(task="text", model={"kind": "decoder"}, training={"ema": False}, inference={})
+    assert not guest_config(facts, []).plan.optimizer_in_backward
+    with pytest.raises(ConfigError, match=r"optimizer_in_backward updates the weights before other machines"):
+        guest_config(facts, ["plan.optimizer_in_backward=true"])
+
+
 def test_a_guest_runs_no_code_that_the_host_names(dataset):
     facts, _ = facts_and_digests(run_config(dataset))
     facts["recipe"]["task"] = "/tmp/task.py"
