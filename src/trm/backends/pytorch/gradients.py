@@ -2,8 +2,8 @@
 
 Kept together, the gradients of a model take as much memory as its weights. Here each is either added to a
 float32 sum over micro-batches, because sums of many small bfloat16 numbers lose most of them, or used for the
-update immediately. The latter needs no memory for gradients, but it cannot wait for other micro-batches, for
-the norm of all gradients, or for other processes.
+update immediately. The former is part of the message if there are other processes. The latter needs no memory
+for gradients, but it cannot wait for other micro-batches, for the norm of all gradients, or for others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from macbook_optimization.errors import ConfigError
-from trm.backends.pytorch.optim import AdamW, Update
-from trm.backends.world import World
+from trm.backends.pytorch.message import StepMessage
+from trm.backends.pytorch.optim import AdamW, Update, clip
 from trm.plan import Execution
 
 
@@ -39,16 +39,24 @@ class GradientStream(Protocol):
         ...
 
 
-def gradient_stream(optimizer: AdamW, execution: Execution, world: World) -> GradientStream | None:
-    """Return what takes the gradients out of the parameters, or None if they stay there."""
+def gradient_stream(
+    optimizer: AdamW, execution: Execution, message: StepMessage | None
+) -> GradientStream | None:
+    """Return what takes the gradients out of the parameters, or None if they stay there.
+
+    `message` is what this process exchanges with others, if there are any.
+    """
     in_backward = execution.optimizer_in_backward
     in_bfloat16 = any(each.dtype == torch.bfloat16 for each in optimizer.parameters.values())
     if not in_backward and not in_bfloat16:
         return None
-    if world.size > 1:
-        what = "plan.optimizer_in_backward" if in_backward else "model.weights_dtype=bfloat16"
-        raise ConfigError(f"{what} cannot be combined with training by several processes.")
-    stream: GradientStream = (UpdateInBackward if in_backward else Float32Sums)(optimizer)
+    if in_backward and message is not None:
+        raise ConfigError("plan.optimizer_in_backward cannot be combined with training by several processes.")
+    stream: GradientStream
+    if message is not None:
+        stream = SumsInMessage(optimizer, message)
+    else:
+        stream = (UpdateInBackward if in_backward else Float32Sums)(optimizer)
     _connect(stream, optimizer)
     return stream
 
@@ -97,6 +105,33 @@ class Float32Sums:
         while self.sums:
             name, gradient = self.sums.popitem()
             self.optimizer.update_one(Update(name, gradient, self.step, self.learning_rate))
+
+
+class SumsInMessage:
+    """The same sums as views of the message, which adds those of all ranks before the update."""
+
+    def __init__(self, optimizer: AdamW, message: StepMessage) -> None:
+        self.optimizer = optimizer
+        self.message = message
+        self.places = {name: place for place, name in enumerate(optimizer.parameters)}
+
+    def begin(self, step: int, learning_rate: float) -> None:
+        self.step = step
+        self.learning_rate = learning_rate
+
+    @torch.no_grad()
+    def take(self, name: str, gradient: Tensor) -> None:
+        self.message.add_weight(self.places[name], gradient)
+
+    def norm(self, limit: float | None) -> float:
+        known = zip(self.message.weights, self.message.has_gradient, strict=True)
+        return clip([gradient for gradient, is_known in known if is_known], limit)
+
+    def update(self) -> None:
+        for name, place in self.places.items():
+            if self.message.has_gradient[place]:
+                gradient = self.message.weights[place]
+                self.optimizer.update_one(Update(name, gradient, self.step, self.learning_rate))
 
 
 class UpdateInBackward:

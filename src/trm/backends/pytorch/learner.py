@@ -58,7 +58,9 @@ class TorchLearner:
         self.parameters = dict(self.model.named_parameters())
         optimizer = OPTIMIZERS[self.training.optimizer]
         self.optimizer = optimizer(self.parameters, self.training, self.model.undecayed)
-        self.stream = gradient_stream(self.optimizer, execution, world)
+        # Exchanged with other ranks, if there are any.
+        self.message = StepMessage.of(program, list(self.parameters.values())) if world.size > 1 else None
+        self.stream = gradient_stream(self.optimizer, execution, self.message)
         self.workers = _workers_of(execution, self.stream)
         rows = getattr(self.model, "puzzle_emb", None)  # not averaged: most rows occur too rarely
         self.averaged = self.model
@@ -70,8 +72,6 @@ class TorchLearner:
             owned = owned_slots(world)
             self.latents = self.model.start(owned.stop - owned.start).contiguous()
             self.spare = self.latents.clone()
-        # Exchanged with other ranks, if there are any.
-        self.message = StepMessage.of(program, list(self.parameters.values())) if world.size > 1 else None
 
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
@@ -111,7 +111,10 @@ class TorchLearner:
         times.computed = time.monotonic()
         if message is not None:
             totals = message.exchange(self.world, tensors.first_slot, totals)
-            message.set_gradients(self.parameters.values(), tensors.rows)
+            if self.stream is None:  # which otherwise reads the message itself
+                message.set_gradients(self.parameters.values())
+            if tensors.rows is not None:
+                tensors.rows.grad = message.rows.to(tensors.rows)
             times.waited = message.waited_seconds
         exact = exact_rows(totals.correct, totals.labelled)
         loss = totals.loss / self.program.num_slots

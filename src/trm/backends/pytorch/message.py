@@ -83,15 +83,17 @@ class StepMessage:
             if place == len(self.weights):
                 self.rows.add_(gradient.to(self.whole))
             else:
-                self.weights[place].add_(gradient.to(self.whole))
-                self.has_gradient[place] = True
+                self.add_weight(place, gradient)
 
-    def set_gradients(self, parameters: Iterable[Tensor], rows: Tensor | None) -> None:
+    def add_weight(self, place: int, gradient: Tensor) -> None:
+        """Add the gradient of one weight, which may have a smaller type than the message."""
+        self.weights[place].add_(gradient.to(self.whole.device))
+        self.has_gradient[place] = True
+
+    def set_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Let the optimizer read the message. A weight that no loss depends on has no gradient."""
         for parameter, gradient, known in zip(parameters, self.weights, self.has_gradient, strict=True):
             parameter.grad = gradient.to(parameter) if known else None
-        if rows is not None:
-            rows.grad = self.rows.to(rows)
 
     def abandon(self, world: World) -> None:
         """Inform all ranks that this one cannot complete the step."""

@@ -8,7 +8,7 @@ a class here with `state_copies`, the number of tensors of the weights' size tha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -201,12 +201,17 @@ def muon_scale(matrix: Tensor) -> float:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> float:
+    """Clip the gradients that the parameters have, and return their norm."""
+    return clip([each.grad for each in parameters if each.grad is not None], limit)
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], limit: float | None) -> float:
     """Clip as `clip_grad_norm_` does, and return the norm, in double precision.
 
     The sum of single precision depends on the number of threads, so that ranks which have the same gradients
     would not scale them alike.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
     # Not every device has double precision.
     norms = [torch.linalg.vector_norm(gradient.cpu(), dtype=torch.float64) for gradient in gradients]
     norm = float(torch.linalg.vector_norm(torch.stack(norms)))
