@@ -145,6 +145,27 @@ def test_processes_make_every_step_of_one_process_with_deep_supervision(shares):
         assert max(differences) < 1e-12
 
 
+def digest_with_other_threads(world, optimizer):
+    """Train with updates that are large enough to be divided among threads, of which each rank has more."""
+    threads = 1 + world.rank
+    torch.set_num_threads(threads)
+    settings = training_config(supervision="terminal", optimizer=optimizer, effective_batch_size=NUM_SLOTS)
+    model = model_config(**VARIANTS["mixer"], hidden_size=130, L_cycles=1, H_cycles=1)
+    spec = replace(DATA, vocab_size=1021)  # a prime: the tables are not a whole number of vectors
+    learner = make_learner(model, settings, spec=spec, world=world)
+    for step in range(1, 11):
+        take_step(learner, step)
+    assert torch.get_num_threads() == threads
+    return learner.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
+def test_processes_with_different_threads_have_the_same_weights(optimizer):
+    digests = run_ranks(digest_with_other_threads, (32, 16), optimizer)
+    assert digests[0] == digests[1]
+
+
 def use_every_method(world):
     own = torch.full((2, world.shares[world.rank], 3), float(world.rank))
     whole = world.gather(own, 1)

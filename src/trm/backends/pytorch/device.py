@@ -6,6 +6,8 @@ the CPU and a device that the tests make up have been run so far; MPS has not ye
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,17 @@ def prepare(execution: Execution) -> None:
     wanted = execution.deterministic
     if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: 2 s
         torch.use_deterministic_algorithms(wanted)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: how many share an operation decides how its last bits are rounded."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def warm_up() -> None:

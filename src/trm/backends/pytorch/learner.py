@@ -23,7 +23,7 @@ from trm.arrays import Float32Array, IntArray
 from trm.backends.base import Program, StepResult, StepSettings
 from trm.backends.failures import allocations, creating_a_learner, require_finite
 from trm.backends.pytorch.decoder import Decoder
-from trm.backends.pytorch.device import prepare, synchronize, to_array, to_tensor
+from trm.backends.pytorch.device import one_thread, prepare, synchronize, to_array, to_tensor
 from trm.backends.pytorch.gradients import GradientStream, gradient_stream
 from trm.backends.pytorch.language_model import TorchLanguageModel
 from trm.backends.pytorch.learner_state import Groups, copy_from_writer, digest, load_state, whole_state
@@ -118,7 +118,9 @@ class TorchLearner:
             times.waited = message.waited_seconds
         exact = exact_rows(totals.correct, totals.labelled)
         loss = totals.loss / self.program.num_slots
-        with allocations(torn=True), self.phase("optimizer"):
+        # Ranks have the same gradients and each its own number of threads; their weights must stay the same.
+        alike = nullcontext() if message is None else one_thread()
+        with allocations(torn=True), self.phase("optimizer"), alike:
             grad_norm = self._update(loss, tensors, settings)
         self.latents, self.spare = self.spare, self.latents
         if message is not None:
