@@ -20,7 +20,7 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.input_files import read_input
 from macbook_optimization.units import MIB
-from trm.arrays import FloatArray, IntArray
+from trm.arrays import FloatArray, IntArray, IntegerArray
 from trm.batch import IGNORE_LABEL, Batch
 from trm.config import Count, Rate, Section, parse_section
 from trm.tasks.base import DataSpec, Options, Progress, Scorer, Tokenizer
@@ -30,6 +30,7 @@ from trm.tasks.documents.text_tokens import (
     FILE_NAME,
     TextTokenizer,
     TokenizerName,
+    encode_texts,
     load_tokenizer,
     train_tokenizer,
 )
@@ -76,7 +77,7 @@ class TextTask:
         with DatasetWriter(directory, made_by) as writer:
             for name, parts in (("train", texts.train), ("test", texts.test)):
                 progress(f"writing {name}", 0, 1)
-                tokens = np.concatenate([tokenizer.encode(part) for part in parts])
+                tokens = encode_texts(tokenizer, parts)
                 _require_a_window(tokens, name, settings.context)
                 ignored = IGNORE_LABEL if name == "test" else None
                 _write_windows(writer.split(name, spec, ignored), tokens, settings.context)
@@ -144,7 +145,7 @@ def _text_of(path: Path, max_mib: int) -> str:
         raise DataError(f"Cannot read {path}: {reason_of(error)}", hint=hint_for(error)) from error
 
 
-def _require_a_window(tokens: IntArray, split: str, context: int) -> None:
+def _require_a_window(tokens: IntegerArray, split: str, context: int) -> None:
     if len(tokens) <= context:
         raise DataError(
             f"The {split} split has {len(tokens):,} tokens, and one window takes {context + 1:,}",
@@ -152,7 +153,7 @@ def _require_a_window(tokens: IntArray, split: str, context: int) -> None:
         )
 
 
-def _write_windows(writer: SplitWriter, tokens: IntArray, context: int) -> None:
+def _write_windows(writer: SplitWriter, tokens: IntegerArray, context: int) -> None:
     """Write windows side by side, and one more for the tokens that are left where a label can be ignored."""
     whole = (len(tokens) - 1) // context
     starts = context * np.arange(whole)
@@ -161,7 +162,7 @@ def _write_windows(writer: SplitWriter, tokens: IntArray, context: int) -> None:
         writer.add_examples(tokens[places], tokens[places + 1])
     left = len(tokens) - 1 - whole * context
     if left and writer.ignore_label is not None:
-        inputs, labels = tokens[-context - 1 : -1], tokens[-context:].copy()
+        inputs, labels = tokens[-context - 1 : -1], tokens[-context:].astype(np.int64)
         labels[:-left] = writer.ignore_label
         writer.add_examples(inputs[None], labels[None])
 

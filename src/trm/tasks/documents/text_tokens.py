@@ -10,6 +10,7 @@ import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -19,14 +20,16 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.input_files import read_input
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
-from trm.arrays import IntArray
+from trm.arrays import IntArray, IntegerArray
 from trm.tasks.base import Tokenizer
+from trm.tasks.dataset_writer import smallest_dtype
 from trm.tasks.documents.tokenizer_library import tokenizer_library
 
 FILE_NAME = "tokenizer.json"
 MAX_FILE_BYTES = 64 * MIB
 UNKNOWN = 0  # of a vocabulary of characters: one that the training text does not have
 _CHARACTERS_AT_A_TIME = 2**20
+_PARTS_AT_A_TIME = 4  # which the library encodes on as many cores
 
 TokenizerName: TypeAlias = Literal["char", "bytes", "bpe"]
 
@@ -36,6 +39,10 @@ class TextTokenizer(Tokenizer, Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> IntArray: ...
+
+    def encode_parts(self, parts: Sequence[str]) -> list[IntegerArray]:
+        """Return the tokens of each part of a text."""
+        ...
 
     def bytes_of(self, token: int) -> bytes:
         """Return what a token stands for, in UTF-8; a character may be spread over several tokens."""
@@ -60,6 +67,9 @@ class Characters:
         places = np.minimum(np.searchsorted(known, codes), len(known) - 1)
         return np.where(known[places] == codes, places + 1, UNKNOWN).astype(np.int64)
 
+    def encode_parts(self, parts: Sequence[str]) -> list[IntegerArray]:
+        return [self.encode(part) for part in parts]
+
     def bytes_of(self, token: int) -> bytes:
         return ("\ufffd" if token == UNKNOWN else self.characters[token - 1]).encode()
 
@@ -75,6 +85,9 @@ class Bytes:
 
     def encode(self, text: str) -> IntArray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def encode_parts(self, parts: Sequence[str]) -> list[IntegerArray]:
+        return [self.encode(part) for part in parts]
 
     def bytes_of(self, token: int) -> bytes:
         return bytes([token])
@@ -113,8 +126,10 @@ class BytePairs:
         return len(self.pieces)
 
     def encode(self, text: str) -> IntArray:
-        encoded = self.tokenizer.encode_batch(list(_parts(text)))
-        return np.array([token for part in encoded for token in part.ids], dtype=np.int64)
+        return encode_texts(self, [text]).astype(np.int64)
+
+    def encode_parts(self, parts: Sequence[str]) -> list[IntegerArray]:
+        return [np.array(each.ids, dtype=np.int32) for each in self.tokenizer.encode_batch_fast(list(parts))]
 
     def bytes_of(self, token: int) -> bytes:
         return self.pieces[token]
@@ -128,6 +143,20 @@ def train_tokenizer(name: TokenizerName, texts: Sequence[str], vocab_size: int) 
     if name == "char":
         return Characters("".join(sorted(set().union(*texts))))
     return Bytes() if name == "bytes" else BytePairs.train(texts, vocab_size)
+
+
+def encode_texts(tokenizer: TextTokenizer, texts: Sequence[str]) -> IntegerArray:
+    """Return the tokens of long texts, side by side, in the smallest type that holds them.
+
+    What encoding takes besides (100 MiB and more per part) is freed after every few parts.
+    """
+    dtype = smallest_dtype(0, tokenizer.vocab_size - 1)
+    found = [np.zeros(0, dtype)]
+    for text in texts:
+        parts = _parts(text)
+        while taken := list(islice(parts, _PARTS_AT_A_TIME)):
+            found += [tokens.astype(dtype) for tokens in tokenizer.encode_parts(taken)]
+    return np.concatenate(found)
 
 
 def load_tokenizer(dataset: Path) -> TextTokenizer:

@@ -1,6 +1,9 @@
 """Text as a task: vocabularies, windows, and a split without overlap."""
 
 import json
+import subprocess
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,10 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from macbook_optimization.errors import ConfigError, DataError
+from macbook_optimization.units import MIB
 from trm.batch import IGNORE_LABEL
 from trm.tasks.dataset import open_split
+from trm.tasks.documents import text_tokens
 from trm.tasks.documents.text import TASK, encode_prompt
-from trm.tasks.documents.text_tokens import Bytes, Characters, decoded, load_tokenizer, train_tokenizer
+from trm.tasks.documents.text_tokens import (
+    Bytes,
+    Characters,
+    decoded,
+    encode_texts,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TEXT = "".join(f"{number} is followed by {number + 1}; naïve café.\n" for number in range(200))
 
@@ -85,6 +97,56 @@ def test_pieces_of_words_decode_to_the_same_text():
     for text in (TEXT[:500], "a word that is not there: \u6f22\u5b57 \U0001f600"):
         assert text_of(tokenizer, tokenizer.encode(text)) == text
     assert len(tokenizer.encode(TEXT)) < len(TEXT) / 2
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("char", "uint8"), ("bytes", "uint8"), ("bpe", "uint16")])
+def test_long_texts_have_the_tokens_of_their_parts_in_the_smallest_type(monkeypatch, name, dtype):
+    """As few characters per part as a few lines, so that several groups of parts are encoded."""
+    texts = [TEXT, "", "no line ends here " * 30]
+    tokenizer = train_tokenizer(name, texts, 300)
+    monkeypatch.setattr(text_tokens, "_CHARACTERS_AT_A_TIME", 200)
+    parts = [part for text in texts for part in text_tokens._parts(text)]
+    found = encode_texts(tokenizer, texts)
+    assert len(parts) > 40
+    assert found.dtype == dtype
+    assert found.tolist() == [token for part in parts for token in tokenizer.encode(part).tolist()]
+    assert text_of(tokenizer, found) == "".join(texts)
+    assert encode_texts(tokenizer, [""]).tolist() == []
+
+
+def test_encoding_characters_takes_little_more_memory_than_the_tokens():
+    """Measured: 57 MiB, and 193 with all characters at a time."""
+    text = TEXT * 1000
+    tokenizer = train_tokenizer("char", [text], 0)
+    tracemalloc.start()
+    encode_texts(tokenizer, [text])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(text) > 6 * MIB
+    assert peak < 2 * len(text) + 50 * MIB
+
+
+ENCODE = """
+from trm.tasks.documents.text_tokens import encode_texts, train_tokenizer
+from macbook_optimization.memory_management import peak_bytes
+
+text = "".join(f"{number} is followed by {number + 1}; naïve café.\\n" for number in range(290_000))
+tokenizer = train_tokenizer("bpe", [text[:100_000]], 400)
+encode_texts(tokenizer, [text[: len(text) // 3]])
+before = peak_bytes()
+encode_texts(tokenizer, [text])
+print(len(text), peak_bytes() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_memory_for_encoding_word_pieces_does_not_grow_with_the_text():
+    """Measured with all parts at a time: 600 MiB more for twelve parts than for four."""
+    shown = subprocess.check_output([sys.executable, "-c", ENCODE], text=True)
+    characters, more = map(int, shown.split())
+    assert characters > 11 * MIB
+    assert more < 150 * MIB
 
 
 def test_the_vocabulary_survives_on_disk(tmp_path):
