@@ -18,6 +18,7 @@ from macbook_optimization.memory_readings import MemoryStats
 from macbook_optimization.units import GIB
 from trm.backends.base import Program, load_backend
 from trm.backends.world import Member
+from trm.config import RunConfig
 from trm.feed import Feed
 from trm.plan import Execution
 from trm.reports.history import read_history
@@ -124,11 +125,27 @@ def recipe(dataset, **changes):
     return config.model_copy(update={"model": model})
 
 
+def decoder_recipe(directory, **changes):
+    """Return a recipe of a decoder with the training of the other tests, on a text of numbers."""
+    source = directory / "text.txt"
+    source.write_text(" ".join(str(number) for number in range(400)))
+    options = {"from": [str(source)], "tokenizer": "char", "context": 8}
+    load_task("text").build(options, directory / "text", lambda what, done, total: None)
+    usual = run_config(directory / "text", evaluation__every_steps=None, **changes)
+    training = {"supervision": "terminal", "optimizer": "adamw", "loss": "softmax_cross_entropy"}
+    tree = usual.model_dump(mode="json", exclude={"model", "inference"})
+    model = {"kind": "decoder", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
+    return RunConfig.model_validate(
+        {**tree, "task": "text", "model": model, "training": {**tree["training"], **training}}
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("writer", [0, 1])
-def test_a_run_saved_by_two_ranks_resumes_in_one_and_three_and_back(tmp_path, dataset, writer):
-    config = recipe(dataset, training__supervision="terminal", checkpoints={"every_steps": 5, "keep": 9})
+@pytest.mark.parametrize(("writer", "kind"), [(0, "recursion"), (1, "recursion"), (0, "decoder")])
+def test_a_run_saved_by_two_ranks_resumes_in_one_and_three_and_back(tmp_path, dataset, writer, kind):
+    changes = {"training__supervision": "terminal", "checkpoints": {"every_steps": 5, "keep": 9}}
+    config = recipe(dataset, **changes) if kind == "recursion" else decoder_recipe(tmp_path, **changes)
     run(config, tmp_path / "alone")
     path = tmp_path / "together"
     train_ranks(config, path, (4, 2), writer, max_step=5)
