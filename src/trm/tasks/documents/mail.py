@@ -13,6 +13,7 @@ from email.utils import mktime_tz, parsedate_tz
 from typing import Literal
 
 from trm.tasks.documents.html_text import html_to_text
+from trm.tasks.documents.lower_case import lower
 from trm.tasks.documents.mime import (
     MAX_MESSAGE_BYTES,
     MAX_TEXT_BYTES,
@@ -133,13 +134,13 @@ def _read_parts(parts: list[Part]) -> _Reading:
     if len(text) > MAX_TEXT_CHARACTERS:
         limits.append("text")
     text = text[:MAX_TEXT_CHARACTERS]
-    domains = dict.fromkeys(domain.lower() for domain in (_URL.findall(text) + links)[:MAX_LINKS])
+    domains = dict.fromkeys(lower(domain) for domain in (_URL.findall(text) + links)[:MAX_LINKS])
     return _Reading(text, tuple(domains), tuple(attachments), limits)
 
 
 def _kind_of_attachment(part: Part) -> str:
     extension = _EXTENSION.search(part.file_name)
-    return extension[1].lower() if extension else part.content_type
+    return lower(extension[1]) if extension else part.content_type
 
 
 def _header_words(headers: Headers, parts: list[Part]) -> Iterator[str]:
@@ -150,12 +151,12 @@ def _header_words(headers: Headers, parts: list[Part]) -> Iterator[str]:
     for name in _ADDRESS_HEADERS:
         for value in headers.get(name, ())[:5]:
             for domain in _domains(value[:_MAX_ADDRESS_CHARACTERS])[:10]:
-                yield f"{name}:{domain.lower().strip('.')}"
-    for word in _WORD.findall(decode_words(first(headers, "from")).partition("<")[0])[:10]:
-        yield f"from:{word.lower()}"
+                yield f"{name}:{lower(domain).strip('.')}"
+    for word in _WORD.findall(lower(decode_words(first(headers, "from")).partition("<")[0]))[:10]:
+        yield f"from:{word}"
     for name in _VALUE_HEADERS:
-        for word in _WORD.findall(decode_words(first(headers, name)))[:10]:
-            yield f"{name}:{word.lower()}"
+        for word in _WORD.findall(lower(decode_words(first(headers, name))))[:10]:
+            yield f"{name}:{word}"
     for part in parts[:20]:
         yield f"part:{part.content_type}"
 
@@ -167,7 +168,7 @@ def _domains(value: str) -> list[str]:
 def _address(value: str) -> str:
     _, bracket, inside = value.rpartition("<")
     found = _ADDRESS.search(inside if bracket else value) or _ADDRESS.search(value)
-    return found[0].lower() if found else ""
+    return lower(found[0]) if found else ""
 
 
 def _message_id(value: str) -> str:

@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 
 from macbook_optimization.json_types import JsonObject
 from trm.tasks.documents.duplicates import Groups
+from trm.tasks.documents.lower_case import is_turkish
 from trm.tasks.documents.mail import VERDICTS, Mail, Verdict
-from trm.tasks.documents.words import is_turkish, words
+from trm.tasks.documents.words import words
 
 Language = Literal["English", "Turkish", "other", "unknown"]
 LANGUAGES: tuple[Language, ...] = ("English", "Turkish", "other", "unknown")

@@ -1,8 +1,4 @@
-"""The words of a message, in lower case, and the n-grams made of them.
-
-Turkish has a dotted and a dotless i, each with an upper-case form of its own. Which lower-case letter an I
-stands for depends on the language, so a text with letters that only Turkish uses is lowered as Turkish.
-"""
+"""The words of a message, in lower case, and the n-grams made of them."""
 
 from __future__ import annotations
 
@@ -10,27 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
+from trm.tasks.documents.lower_case import lower
 from trm.tasks.documents.mail import Mail
 
 _WORD = re.compile(r"\w\w+|[$!?%€£₺]+")
-_TURKISH_LETTERS = re.compile(r"[ğĞşŞıİ]")
-_MIN_TURKISH_SHARE = 0.005  # of all characters; a name in an English mail stays below it
 _LONG_NUMBER = 5  # longer ones are replaced by their length: accounts and telephone numbers do not repeat
 _FORM = ("H:has:", "H:part:")  # header features that say nothing about what is written
-_TO_TURKISH_LOWER = str.maketrans({"I": "ı", "İ": "i"})
-
-
-def is_turkish(text: str) -> bool:
-    """Return whether a text has enough letters that only Turkish uses."""
-    sample = text[:4000]
-    return len(_TURKISH_LETTERS.findall(sample)) > _MIN_TURKISH_SHARE * len(sample)
-
-
-def lower(text: str) -> str:
-    """Return a text in lower case, by the rules of its language."""
-    if is_turkish(text):
-        return text.translate(_TO_TURKISH_LOWER).lower()
-    return text.replace("İ", "i").lower()  # `lower` alone would add a combining dot
 
 
 def words(text: str) -> list[str]:

@@ -89,6 +89,31 @@ def test_eight_bit_headers_are_utf_8_or_turkish():
     assert parse_mail("Subject: ığdır şehri".encode("windows-1254")).subject == "ığdır şehri"
 
 
+TURKISH_NAMES = "From: İSTANBUL IŞIK <a@b.c>\nOrganization: ÇIĞIR VAKFI İzmir"
+
+
+@pytest.mark.parametrize("charset", ["windows-1254", "iso-8859-9", "utf-8"])
+def test_turkish_names_in_headers_are_lowered_by_their_own_rules(charset):
+    found = parse_mail(TURKISH_NAMES.encode(charset) + b"\n\n").header_words
+    assert [word for word in found if word.startswith(("from:", "organization:"))] == [
+        *("from:b.c", "from:istanbul", "from:ışık"),
+        *("organization:çığır", "organization:vakfı", "organization:izmir"),
+    ]
+
+
+def test_english_names_in_headers_are_lowered_by_their_own_rules():
+    found = mail("From: LIMIT INC. <info@IBM.COM>\nX-Mailer: MICROSOFT Outlook").header_words
+    assert [word for word in found if not word.startswith(("has:", "part:"))] == [
+        *("from:ibm.com", "from:limit", "from:inc.", "x-mailer:microsoft", "x-mailer:outlook"),
+    ]
+
+
+def test_turkish_domains_have_no_combining_dots():
+    found = mail("From: Ali <ALİ@İZMİR.example>", "https://İZMİR.example/a")
+    assert (found.sender, found.link_domains) == ("ali@izmir.example", ("izmir.example",))
+    assert "from:izmir.example" in found.header_words
+
+
 def test_text_and_links_are_bounded():
     part = "--b\n\n" + "x " * 120_000 + "\n"
     found = mail("Content-Type: multipart/mixed; boundary=b", part * 9)
