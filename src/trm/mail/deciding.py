@@ -9,6 +9,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from trm.arrays import FloatArray
 from trm.mail.corrections import (
     Correction,
@@ -62,16 +64,16 @@ class Classifier:
         self, messages: Iterable[Message], max_error: float = DEFAULT_MAX_ERROR
     ) -> Iterator[tuple[Read, Compared | None]]:
         """Yield each message with what every path of the model says about it, for an evaluation."""
-        threshold = self.model.curve.threshold(max_error)
+        model = self.model
         reads = read_features(messages, self.pool)
         while batch := list(islice(reads, _BATCH_SIZE)):
-            bags = self.model.bags([read.features.counts for read in batch])
-            columns = self.model.columns(bags, [read.features.mail for read in batch])
+            bags = model.bags([read.features.counts for read in batch])
+            columns = model.columns(bags, [read.features.mail for read in batch])
+            known_shares = np.array([model.known_share(read.features.counts) for read in batch])
+            unsure = model.unsure(columns[model.main_column], known_shares, max_error).tolist()
             for row, read in enumerate(batch):
-                said = {name: found[row] for name, found in columns.items()}
-                is_confident = bool(said[self.model.main_column].max() >= threshold)
-                decided = is_confident and self.model.knows(read.features.counts)
-                yield read, None if read.features.mail.verdict == "skipped" else Compared(said, decided)
+                said = Compared({name: found[row] for name, found in columns.items()}, not unsure[row])
+                yield read, None if read.features.mail.verdict == "skipped" else said
 
     def learn(self, messages: Iterable[Message], category: str) -> tuple[int, int]:
         """Learn the category of messages that were decided wrongly or unsurely, and save it.

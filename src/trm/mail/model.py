@@ -21,7 +21,7 @@ from macbook_optimization.errors import DataError
 from macbook_optimization.input_files import read_input
 from macbook_optimization.json_types import JsonObject
 from macbook_optimization.units import MIB
-from trm.arrays import Float32Array, FloatArray
+from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from trm.mail.calibration import ErrorCurve, log_softmax, softmax
 from trm.mail.mixing import Mixture
 from trm.mail.network import Network, file_names
@@ -121,27 +121,39 @@ class MailModel:
     ) -> list[Decision]:
         """Decide about every message; an answer below the confidence that keeps the error budget is unsure,
         and so is one about unknown words."""
-        threshold = self.curve.threshold(max_error)
         bags = self.bags([each.counts for each in features])
         decisions = []
         rows = self.probabilities(bags, [each.mail for each in features], full=full)
-        for each, row in zip(features, rows, strict=True):
+        known_shares = np.array([self.known_share(each.counts) for each in features])
+        unsure = self.unsure(rows, known_shares, max_error).tolist()
+        for row, is_unsure in zip(rows, unsure, strict=True):
             best = int(row.argmax())
-            confidence = float(row[best])
             named = dict(zip(self.categories, row.tolist(), strict=True))
-            unsure = confidence < threshold or not self.knows(each.counts)
-            decisions.append(Decision(self.categories[best], confidence, unsure, named))
+            decisions.append(Decision(self.categories[best], float(row[best]), is_unsure, named))
         return decisions
 
-    def knows(self, counts: Counter[str]) -> bool:
-        """Whether enough of a message's words are in the vocabulary to decide about it.
+    def unsure(self, probabilities: FloatArray, known_shares: FloatArray, max_error: float) -> BoolArray:
+        """Return which answers are unsure: those below the confidence that keeps the error budget, and those
+        about messages of which too few words are known.
 
         Noise and foreign languages share single short words with any mail. What is known of them says little,
         and nothing in calibration was like them, so the confidence is not that of such messages.
         """
+        is_low: BoolArray = probabilities.max(1) < self.curve.threshold(max_error)
+        return is_low | (known_shares < MIN_KNOWN_SHARE)
+
+    def known_share(self, counts: Counter[str]) -> float:
+        """Return how many of the different words of a message are in the vocabulary; 0 without words."""
         content = [name for name in counts if is_content(name)]
         known = sum(name in self.vocabulary.columns for name in content)
-        return known > 0 and known >= MIN_KNOWN_SHARE * len(content)
+        return known / max(1, len(content))
+
+    def known_shares(self, bags: Bags, num_words: IntArray) -> FloatArray:
+        """Return the same for rows of this vocabulary; `num_words`: the different words of each message."""
+        is_word = np.array([is_content(name) for name in self.vocabulary.columns], dtype=np.bool_)
+        ends = np.concatenate([[0], np.cumsum(is_word[bags.indices])])[bags.starts]
+        shares: FloatArray = (ends[1:] - ends[:-1]) / np.maximum(1, num_words)
+        return shares
 
     def corrected(self, columns: np.ndarray, change: Float32Array) -> MailModel:
         """Return the model with a change of some columns of its table."""

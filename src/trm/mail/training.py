@@ -45,6 +45,7 @@ from trm.tasks.documents.quality import QualityCounter, QualityReport
 from trm.tasks.documents.sources import messages_of
 from trm.tasks.documents.splits import SplitItem, SplitRules, choose_test
 from trm.tasks.documents.tokens import TRAINING_TOKENS
+from trm.tasks.documents.words import is_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Collected:
 
     corpus: Corpus = field(default_factory=Corpus)
     reads: list[Read] = field(default_factory=list)  # without their raw text and counts
+    num_words: list[int] = field(default_factory=list)  # different ones of each of them
     skipped: list[Mail] = field(default_factory=list)
     label_counts: LabelCounts = field(default_factory=LabelCounts)
 
@@ -75,6 +77,7 @@ class Collected:
             self.skipped.append(mail)
             return
         self.corpus.add(read.features.counts)
+        self.num_words.append(sum(map(is_content, read.features.counts)))
         self.label_counts.add(read.message.labels, mail.labels)
         self.reads.append(Read(replace(read.message, raw=b""), replace(read.features, counts=Counter())))
 
@@ -278,7 +281,8 @@ def _measure(model: MailModel, material: Material, held_out: BoolArray, max_erro
     bags = test.corpus.bags(model.vocabulary, test.rows)
     mails = material.mails(held_out)
     probabilities = model.probabilities(bags, mails)
-    decided = probabilities.max(1) >= model.curve.threshold(max_error)
+    num_words = np.array([material.collected.num_words[row] for row in test.rows.tolist()])
+    decided = ~model.unsure(probabilities, model.known_shares(bags, num_words), max_error)
     wrong = probabilities.argmax(1) != test.labels
     return HeldOut(
         messages=len(test.rows),

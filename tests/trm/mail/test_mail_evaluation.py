@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 from letters import TOPICS, letter, write_mailbox
 from rich.cells import cell_len
 from sklearn.metrics import precision_recall_fscore_support
+from tiny import Recorder
 
 from trm.cli import cli
 from trm.mail.calibration import expected_calibration_error
-from trm.mail.evaluation import Column, evaluate, reliability
+from trm.mail.deciding import open_classifier
+from trm.mail.evaluation import Column, collect, evaluate, reliability
 from trm.mail.evaluation_html import as_html
 from trm.mail.evaluation_text import as_text
+from trm.mail.training import MailOptions, train_mail
 from trm.tasks.documents.labels import CATEGORIES
+from trm.tasks.documents.sources import messages_of
+from trm.tasks.documents.splits import SplitRules
 
 NAMES = ("spam", "work")
 
@@ -185,6 +190,28 @@ def test_a_mapping_decides_about_the_categories(trained, unseen, tmp_path):
         "spam": 10, "travel": 0, "work": 11,
     }  # fmt: skip
     assert facts["without_category"] == 10
+
+
+def test_training_and_evaluation_count_the_same_messages_as_decided(tmp_path):
+    """The newest messages, which are held out, are written in words that no other message has."""
+    mailbox = write_mailbox(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    for number in range(10):
+        category = sorted(TOPICS)[number % 3]
+        words = (
+            " ".join(f"{start}{number}xyz" for start in "abcdefghijklmnopqrstuvwxyz") if number < 7 else ""
+        )
+        name = tmp_path / "new" / category / f"new{number}.eml"
+        name.parent.mkdir(exist_ok=True)
+        known = " ".join(TOPICS[category][:3])
+        name.write_text(f"Date: Mon, 03 Feb 2025 10:00:{number:02d} +0000\nSubject: {known}\n\n{words}\n")
+    options = MailOptions(held_out=SplitRules("time", 0.1), max_error=0.3)
+    _, report = train_mail([mailbox, tmp_path / "new"], tmp_path / "run", options, Recorder())
+    with open_classifier(tmp_path / "run", all_paths=True) as classifier:
+        found = collect(classifier.compare(messages_of([tmp_path / "new"]), max_error=0.3))
+    assert report.held_out.messages == len(found.decided) == 10
+    assert 0 < sum(found.decided) < 10
+    assert report.held_out.decided == np.mean(found.decided)
 
 
 def test_mail_without_a_known_category_is_refused(trained, unseen, tmp_path):
