@@ -71,16 +71,18 @@ class NetworkOptions:
         return TokenOptions(min_df=min_documents, **given)
 
     def config(self, run: Path, num_messages: int, member: int = 0) -> RunConfig:
-        """Return the recipe of one network, with sizes for this many training messages."""
+        """Return the recipe of one network, with as many steps as this many training messages need."""
         fixed = [each for each in self.overrides if re.match(r"(seed|task|data(\.\w+)*)\s*=", each)]
         if fixed:
             raise ConfigError(
                 f"{', '.join(fixed)} cannot be set: the mail decides about task and data",
                 hint="--seed sets the seed.",
             )
-        recipe = load_config(self.recipe)
-        steps = num_messages * NUM_EPOCHS // recipe.training.effective_batch_size
-        steps = min(MAX_STEPS, max(_MIN_STEPS, steps))
+        batch_size = self._load(run, member, MAX_STEPS).training.effective_batch_size
+        steps = num_messages * NUM_EPOCHS // batch_size
+        return self._load(run, member, min(MAX_STEPS, max(_MIN_STEPS, steps)))
+
+    def _load(self, run: Path, member: int, steps: int) -> RunConfig:
         sizes = PROFILES[self.profile]
         chosen = [
             f"seed={self.seed + member}",

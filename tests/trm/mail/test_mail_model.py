@@ -15,7 +15,7 @@ from trm.cli import cli
 from trm.mail.deciding import open_classifier
 from trm.mail.explain import as_html, explain
 from trm.mail.model import BASELINE, LINEAR, load_model, save_model
-from trm.mail.network_training import NetworkOptions
+from trm.mail.network_training import MAX_STEPS, NUM_EPOCHS, NetworkOptions
 from trm.mail.training import MailOptions, train_mail
 from trm.tasks.documents.labels import CategoryMap, load_map
 from trm.tasks.documents.mailboxes import Message
@@ -211,6 +211,20 @@ def test_keys_that_the_mail_decides_about_cannot_be_overridden(tmp_path):
             NetworkOptions(overrides=(override,)).config(tmp_path, 300)
     config = NetworkOptions().config(tmp_path / "Mail #1: [x]", 300)
     assert config.data.path == tmp_path / "Mail #1: [x]" / "dataset"
+
+
+@pytest.mark.parametrize("batch_size", [16, 32, 64])
+def test_messages_are_seen_equally_often_with_every_batch_size(tmp_path, batch_size):
+    override = f"training.effective_batch_size={batch_size}"
+    config = NetworkOptions(overrides=(override,)).config(tmp_path, 3200)
+    assert config.training.max_steps * batch_size == NUM_EPOCHS * 3200
+    assert config.training.warmup_steps == config.training.max_steps // 16
+
+
+def test_overrides_may_depend_on_the_chosen_steps_and_sizes(tmp_path):
+    phases = "training.phases=[{name: main, steps: 1500}, {name: end}]"
+    options = NetworkOptions(profile="32gb", overrides=(phases, "model.num_heads=128"))
+    assert options.config(tmp_path, 20_000).training.max_steps == MAX_STEPS
 
 
 def test_a_mailbox_without_messages_is_named_as_such(tmp_path):
