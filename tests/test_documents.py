@@ -328,6 +328,11 @@ def test_every_link_inside_the_project_leads_somewhere():
             assert "://" in target or (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_text_after_a_table_is_not_a_row_of_it(page):
+    assert re.findall(r"^\|.*\n(?!\|)\S.*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
 def test_every_recipe_is_in_a_table():
     rows = [
         line
