@@ -94,7 +94,13 @@ class Corpus:
         self._rows.append((found.astype(np.int32), np.minimum(counts, 2**15 - 1).astype(np.int16)))
         self._frequency.update(found.tolist())
         if len(ids) > self.max_names:
-            self._ids = {name: each for name, each in ids.items() if self._frequency[each] > 1}
+            self._forget_rare_names()
+
+    def _forget_rare_names(self) -> None:
+        """Forget the names of one document, whose identifiers are not used again, and their frequencies."""
+        frequency = self._frequency
+        self._ids = {name: each for name, each in self._ids.items() if frequency[each] > 1}
+        self._frequency = Counter({each: frequency[each] for each in self._ids.values()})
 
     def vocabulary(
         self, rows: IntArray, min_documents: int = MIN_DOCUMENTS, limit: int = MAX_FEATURES

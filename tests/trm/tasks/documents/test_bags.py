@@ -1,5 +1,6 @@
 """TF-IDF rows, checked against a computation by hand."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_a_corpus_that_is_too_large_forgets_ngrams_of_one_document():
         corpus.add(document)
     assert "a" in corpus.vocabulary(np.arange(4), 2).columns
     assert "b" not in corpus.vocabulary(np.arange(4), 1).columns
+
+
+def test_forgotten_ngrams_take_no_memory():
+    corpus = Corpus(max_names=1000)
+    tracemalloc.start()
+    for number in range(100):
+        corpus.add(Counter(["the", *(f"{number} {other}" for other in range(500))]))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 6 bytes per n-gram of a document, and what Python needs for 100 documents and 1,000 to 1,500 names.
+    assert taken < 6 * 100 * 501 + 500_000
+    assert corpus.vocabulary(np.arange(100), 2).columns == {"the": 0}
 
 
 def test_scores_and_chosen_rows_equal_the_dense_computation():
