@@ -98,14 +98,17 @@ class PowerControl:
         return percent
 
     def too_hot(self) -> str | None:
-        """Return why the machine is too hot, if it is."""
+        """Return why the machine is too hot, if it is: above the user's limit, or throttled by the system.
+
+        A limit replaces no report of throttling: a Mac has no temperatures to compare with it.
+        """
         thermal = self.monitor.thermal
         if not self.limits.enable_thermal_monitoring or thermal is None:
             return None
         limit = self.limits.thermal_throttle_threshold
         if limit is not None and thermal.temperature is not None and thermal.temperature > limit:
             return f"the processor is at {thermal.temperature:.0f} °C, above {limit:g}"
-        if limit is None and thermal.is_throttling:
+        if thermal.is_throttling:
             return "the system throttles the processor"
         return None
 
