@@ -78,7 +78,8 @@ class LimitSettings(Section):
     enable_thermal_monitoring: bool = True
     """Pause briefly when the machine is too hot."""
     thermal_throttle_threshold: Annotated[Positive, Field(le=150)] | None = None
-    """Temperature in degrees Celsius that counts as too hot; throttling that the system reports always does."""
+    """Temperature in degrees Celsius that counts as too hot, as throttling that the system reports always
+    does."""
     cooling_delay_seconds: Annotated[PositiveOrZero, Field(le=3600)] = 3.0
     """Length of such a pause in seconds."""
     thermal_batch_reduction: bool = True

@@ -86,3 +86,38 @@ def test_depths_that_come_later_are_compared_once_they_are_known(watch):
     take(watch, 1.0, cycles=(3, 4))
     take(watch, 1.5, windows=2, cycles=(3, 4))
     assert recorded(watch) == [("throttling inferred", pytest.approx(1.5))]
+
+
+def test_depths_that_are_rare_in_a_window_are_collected_over_several(watch):
+    take(watch, 1.0, windows=4, cycles=range(1, STEPS))  # one step of each, two of the first
+    take(watch, 1.5, windows=2, cycles=range(1, STEPS))
+    assert recorded(watch) == [("throttling inferred", pytest.approx(1.5))]
+
+
+def test_a_window_that_cannot_be_compared_does_not_end_throttling(watch):
+    take(watch, 1.0)
+    take(watch, 1.5, windows=2)
+    take(watch, 1.5, cycles=range(10, 10 + STEPS))
+    take(watch, 1.5)
+    assert [event for event, _ in recorded(watch)] == ["throttling inferred"]
+    take(watch, 1.0)
+    assert [event for event, _ in recorded(watch)] == ["throttling inferred", "throttling over"]
+
+
+def test_other_programs_do_not_end_throttling(watch):
+    take(watch, 1.0)
+    take(watch, 1.5, windows=2)
+    watch.load.other_cores = 3.0
+    take(watch, 1.5, windows=3)
+    assert [event for event, _ in recorded(watch)] == ["throttling inferred"]
+
+
+def test_throttling_lasts_through_another_configuration_until_its_steps_become_faster(watch):
+    take(watch, 1.0)
+    take(watch, 1.5, windows=2)
+    take(watch, 1.5, windows=4, configuration="half the micro-batch")
+    assert [event for event, _ in recorded(watch)] == ["throttling inferred"]
+    take(watch, 1.0, windows=3, configuration="half the micro-batch")
+    assert [event for event, _ in recorded(watch)] == ["throttling inferred", "throttling over"]
+    take(watch, 1.5, windows=2, configuration="half the micro-batch")
+    assert recorded(watch)[2:] == [("throttling inferred", pytest.approx(1.5))]
