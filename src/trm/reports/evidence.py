@@ -36,6 +36,8 @@ CHANGES = (
     events.DataMapped.name,
     events.RolledBack.name,
 )
+# The newest of these says how many threads compute; a plan and a start begin with those of the plan.
+_DECIDES_THREADS = (*events.STARTS, events.PlanChosen.name, events.ThreadsChanged.name)
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Evidence:
     _num_events: int = 0
     _changes: list[float] = field(default_factory=list)  # times
     _starts: list[float] = field(default_factory=list)
+    _threads_changed: Row = field(default_factory=dict)  # the newest event that decides them
     _recent: dict[float, list[Sample] | None] = field(default_factory=dict)  # by seconds, of this update
     _loads: dict[float, Load | None] = field(default_factory=dict)  # likewise
 
@@ -84,6 +87,9 @@ class Evidence:
         plans = [event for event in changes if event["event"] == events.PlanChosen.name]
         if plans:
             self.plan = _plan_of(plans[-1]) or self.plan
+        self._threads_changed = next(
+            (event for event in reversed(changes) if event["event"] in _DECIDES_THREADS), {}
+        )
         return True
 
     def _add(self, row: Row) -> None:
@@ -136,8 +142,14 @@ class Evidence:
 
     @property
     def threads(self) -> int:
-        """How many cores training needs."""
+        """How many cores training needs: those of its plan."""
         return 1 if self.plan is None else self.plan.execution.threads
+
+    @property
+    def threads_in_use(self) -> int:
+        """How many threads compute now: fewer than in the plan while other programs occupy the cores."""
+        given = number(self._threads_changed.get("after"))
+        return int(given) if 1 <= given < self.threads else self.threads
 
     @property
     def initial_loss(self) -> float | None:

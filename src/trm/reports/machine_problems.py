@@ -91,21 +91,26 @@ def swapping(evidence: Evidence) -> Finding | None:
 
 
 def cpu_underuse(evidence: Evidence) -> Finding | None:
-    """The threads of the plan are idle for much of the time, and no other program is the cause."""
+    """The threads that compute are idle for much of the time, and no other program is the cause.
+
+    Rows from before the last change, such as a fall back to one thread, do not count.
+    """
     plan = evidence.plan
     samples = evidence.recent_samples(evidence.thresholds.machine_seconds)
     if samples is None or plan is None or plan.execution.device != "cpu":
         return None
-    percents = [sample.cpu_percent for sample in samples if sample.is_mostly_steps]
+    same = [sample for sample in samples if sample.regime == samples[-1].regime]
+    percents = [sample.cpu_percent for sample in same if sample.is_mostly_steps]
     if len(percents) < evidence.thresholds.min_rows:
         return None
-    found = analyze_performance_bottlenecks({"cpu_usage_percent": percents}, num_cores=evidence.threads)
+    threads = evidence.threads_in_use
+    found = analyze_performance_bottlenecks({"cpu_usage_percent": percents}, num_cores=threads)
     if not found["cpu_underutilization"]:
         return None
     return Finding(
         CPU,
         evidence.step,
-        f"Training kept at most {max(percents) / 100:.1f} of the {evidence.threads} cores of its plan busy.",
+        f"Training kept at most {max(percents) / 100:.1f} of the {threads} cores that it may use busy.",
         "Leave plan.threads, plan.workers and plan.micro_batch_size to auto-tuning (null), or raise "
         "training.effective_batch_size in a new run.",
     )

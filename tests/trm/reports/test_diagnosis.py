@@ -19,6 +19,7 @@ from trm.runs.events import (
     Resumed,
     RolledBack,
     StepSkipped,
+    ThreadsChanged,
     ThrottlingInferred,
     ThrottlingOver,
 )
@@ -115,6 +116,16 @@ def test_idle_threads_of_the_plan_are_underuse(told):
     (finding,) = told.tell(100, row=HALF_IDLE)
     assert finding.kind == "CPU under-use"
     assert "at most 1.2 of the 2 cores" in finding.evidence
+
+
+def test_one_thread_beside_other_programs_is_not_underuse(told):
+    """Cores that were busy for a moment only: the trainer has fallen back to one thread, which is busy."""
+    told.event(ThreadsChanged(told.step, 2, 1, "other programs keep 1.0 of 2 cores busy").to_row())
+    assert told.tell(100, row={"cpu_percent": 98.0}) == []
+    told.event(ThreadsChanged(told.step, 1, 2, "the cores are free again").to_row())
+    assert told.tell(100) == []
+    (finding,) = told.tell(100, row=HALF_IDLE)
+    assert finding.kind == "CPU under-use"
 
 
 def test_growing_swap_is_reported_and_full_swap_is_not(told):
