@@ -66,8 +66,9 @@ class RunMonitor(BackgroundMonitor):
         """Record and show each problem once, in one line."""
         for found in self.watchdog.update(self.view.history):
             with suppress(RunError):  # a full disk
-                self.view.run.record(Advised(found.step, found.kind, found.evidence, found.advice))
-            self.display.message(f"{found.kind[:1].upper()}{found.kind[1:]}: {found.evidence} {found.advice}")
+                advice = Advised(found.step, found.kind, found.evidence, found.advice, found.gain)
+                self.view.run.record(advice)
+            self.display.message(found.in_words())
 
     def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
         """Return the view; it is formatted again only after it was brought up to date."""
