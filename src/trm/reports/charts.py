@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from macbook_optimization.terminal_text import one_line
-from trm.reports.curves import MARK_GROUPS, Chart, Mark, Series
+from trm.reports.curves import Chart, Mark, Series
+from trm.reports.event_groups import MARK_GROUPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,6 +16,7 @@ import numpy as np
 from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import GIB
 from trm.arrays import FloatArray
+from trm.reports.event_groups import MARK_GROUPS, MarkGroup, group_of
 from trm.reports.event_text import describe_event
 from trm.reports.history import History
 from trm.runs.events import STARTS
@@ -33,22 +34,6 @@ _GAP_SPACINGS = 10.0  # a gap is this many times the usual distance of rows
 _GAP_AT_START = 3.0  # likewise, where a start is known to have ended it; rows come once per second at most
 
 Style = Literal["line", "points", "raw"]  # raw: the values of which the next series is an average
-MarkGroup = Literal["start", "plan", "pause", "learning", "problem"]
-MARK_GROUPS: dict[MarkGroup, str] = {
-    "start": "start, resume or stop",
-    "plan": "change of plan",
-    "pause": "heat or battery",
-    "learning": "change of what is learned",
-    "problem": "problem",
-}
-_GROUP_OF_EVENT: dict[str, MarkGroup] = {
-    "resumed": "start", "restarted": "start", "extended": "start", "imported": "start", "stopped": "start",
-    "initialised": "start", "machines": "start", "regrouping": "start",
-    "plan": "plan", "threads": "plan", "compiled": "plan", "batch shrunk": "plan",
-    "batch grown": "plan", "data": "plan", "data mapped": "plan", "cooling break": "pause",
-    "low battery": "pause", "learning rate lowered": "learning", "row length": "learning",
-    "curriculum": "learning", "phase": "learning",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +80,6 @@ class Scales:
     primary_metric: str
     budget_bytes: float | None = None
     num_cores: int | None = None
-
-
-def group_of(event: Row) -> MarkGroup:
-    return _GROUP_OF_EVENT.get(str(event.get("event")), "problem")
 
 
 def make_charts(history: History, scales: Scales) -> list[Chart]:

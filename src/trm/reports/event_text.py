@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from macbook_optimization.units import counted
+from trm.reports.wording import duration
 from trm.runs.events import (
     Advised,
     BatchGrown,
@@ -16,6 +17,7 @@ from trm.runs.events import (
     DataMapped,
     DataOpened,
     DeviceRejected,
+    DutyCycleChanged,
     Extended,
     GarbageCollectionStopped,
     Imported,
@@ -38,6 +40,10 @@ from trm.runs.events import (
     StepSkipped,
     Stopped,
     ThreadsChanged,
+    ThrottlingInferred,
+    ThrottlingOver,
+    TrainingContinued,
+    TrainingPaused,
     WeightsDiffered,
     WorldFormed,
 )
@@ -76,8 +82,11 @@ _TEMPLATES: Mapping[str, str] = {
     ThreadsChanged.name: "threads: {after} instead of {before}, as {reason}",
     CoolingBreak.name: "cooling break of {seconds:g} s: {reason}",
     LowBattery.name: "battery at {percent:.0f} %; saved",
+    DutyCycleChanged.name: "training computes {after:.0%} of the time instead of {before:.0%}: {reason}",
+    TrainingPaused.name: "training waits: {reason}",
+    ThrottlingInferred.name: "the processor seems {factor:.2f} times as slow as at the start (inferred)",
+    ThrottlingOver.name: "steps take as long again as before the inferred throttling",
     WeightsDiffered.name: "step {step}: weights differed between machines; those of the host are used",
-    Advised.name: "{diagnosis}: {evidence} {advice}",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
     Stopped.name: lambda row: (
@@ -94,7 +103,12 @@ _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
     WorldFormed.name: lambda row: f"machines: {', '.join(row['machines'])}",
     MachineLost.name: lambda row: f"lost {', '.join(row['machines']) or 'a machine'}: {row['cause']}",
     CompileTried.name: lambda row: _describe_compilation(row),
+    Advised.name: lambda row: (
+        f"{row['diagnosis']}: {row['evidence']} {row['advice']} {row.get('gain') or ''}".rstrip()
+    ),
+    TrainingContinued.name: lambda row: f"training continues after {duration(row['waited_seconds'])}",
 }
+WITH_TEXT = frozenset({*_TEMPLATES, *_DESCRIBED})  # names of events
 
 
 def describe_event(row: Row) -> str:

@@ -21,7 +21,7 @@ from macbook_optimization.units import MIB
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.reports.confusion import Confusion, confusion_of
-from trm.reports.curves import Chart, MarkGroup, group_of, make_charts
+from trm.reports.curves import Chart, make_charts
 from trm.reports.description import (
     Choice,
     Fact,
@@ -31,6 +31,7 @@ from trm.reports.description import (
     recipe_facts,
 )
 from trm.reports.diagnosis import Finding, diagnose
+from trm.reports.event_groups import MarkGroup, group_of
 from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
 from trm.reports.history import History
@@ -345,5 +346,6 @@ def _findings(sources: _Sources) -> list[Finding]:
                 step=int(step) if math.isfinite(step) else 0,
                 evidence=str(event.get("evidence", "")),
                 advice=str(event.get("advice", "")),
+                gain=gain if isinstance(gain := event.get("gain"), str) else None,
             )
     return [*findings, *recorded.values()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from macbook_optimization.children import Send
 from macbook_optimization.terminal_text import visible
 from trm.reports.confusion import Confusion
-from trm.reports.curves import MARK_GROUPS
+from trm.reports.event_groups import MARK_GROUPS
 from trm.reports.examples import Examples, find_examples, no_examples
 from trm.reports.facts import Report, gather
 from trm.reports.targets import MACHINES

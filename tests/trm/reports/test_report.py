@@ -294,9 +294,13 @@ def test_contention_is_in_the_report_if_it_was_an_event_and_as_that_says(tmp_pat
     append_all(run, RESOURCES, [resource_row(second, **busy) for second in range(40, 90)])
     run.record(PlanChosen(replace(plan_of(run.config), execution=Execution(threads=8)).to_json()))
     assert "contention" not in [finding.kind for finding in gather(run, NONE).findings]
-    append_all(run, EVENTS, [event_row(Advised(9, "contention", "Most of all stress.", "Close it."), 90)])
-    (found,) = [finding for finding in gather(run, NONE).findings if finding.kind == "contention"]
-    assert found.evidence == "Most of all stress."
+    advised = Advised(9, "contention", "Most of all stress.", "Close it.", "Up to 2.0 times as fast.")
+    append_all(run, EVENTS, [event_row(advised, 90)])
+    report = gather(run, NONE)
+    (found,) = [finding for finding in report.findings if finding.kind == "contention"]
+    assert (found.evidence, found.gain) == ("Most of all stress.", "Up to 2.0 times as fast.")
+    assert "Up to 2.0 times as fast." in as_html(report)
+    assert "Up to 2.0 times as fast." in as_markdown(report)
 
 
 def test_repeated_steps_are_counted_once_and_shown_apart(run):

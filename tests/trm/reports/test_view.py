@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tiny import plan_of, run_config
 
 from trm.reports.eta import Eta
-from trm.reports.event_text import describe_event
+from trm.reports.event_groups import GROUP_OF_EVENT
+from trm.reports.event_text import WITH_TEXT, describe_event
 from trm.reports.monitor import view_of
 from trm.reports.view import describe_eta, sparkline
 from trm.reports.watching import Watched
@@ -185,17 +186,52 @@ def test_rows_with_any_values_never_crash_the_view(tmp_path_factory, changes):
     json.dumps(watched.facts())
 
 
-def test_every_event_has_a_text_of_its_own():
-    names = {each.name for each in events.Event.__subclasses__() if hasattr(each, "name")}
-    assert names
-    for name in names - {events.GarbageCollectionStopped.name}:  # which has no fields in its text
-        assert describe_event({"event": name}) == name  # its fields are missing
-    row = events.LowBattery(7.0, 3).to_row()
-    assert describe_event(row) == "battery at 7 %; saved"
-    assert (
-        describe_event(events.Stopped("target", 3, 1.0, 1).to_row())
-        == "stopped after step 3: the target is reached"
-    )
+def names_of_events(kind=events.Event):
+    """Return the names of all events, also of those that share a base."""
+    own = {kind.name} if hasattr(kind, "name") else set()
+    return own.union(*(names_of_events(each) for each in kind.__subclasses__()))
+
+
+def test_every_event_has_a_text_and_a_group_of_its_own():
+    names = names_of_events()
+    assert {"duty cycle", "batch shrunk", "throttling over"} < names
+    assert names == WITH_TEXT
+    assert names == set(GROUP_OF_EVENT)
+
+
+def test_an_event_whose_fields_are_missing_is_shown_by_its_name():
+    without_fields = {events.GarbageCollectionStopped.name, events.ThrottlingOver.name}
+    for name in names_of_events() - without_fields:
+        assert describe_event({"event": name}) == name
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (events.LowBattery(7.0, 3), "battery at 7 %; saved"),
+        (events.Stopped("target", 3, 1.0, 1), "stopped after step 3: the target is reached"),
+        (
+            events.DutyCycleChanged(3, 1.0, 0.75, "the system throttles the processor"),
+            "training computes 75% of the time instead of 100%: the system throttles the processor",
+        ),
+        (events.TrainingPaused(3, "the machine is on battery"), "training waits: the machine is on battery"),
+        (events.TrainingContinued(3, 125.0), "training continues after 2 min 05 s"),
+        (
+            events.ThrottlingInferred(3, 1.5, "evidence"),
+            "the processor seems 1.50 times as slow as at the start (inferred)",
+        ),
+        (events.Advised(3, "swap", "Swap grew.", "Close it."), "swap: Swap grew. Close it."),
+        (events.Advised(3, "swap", "Swap grew.", "Close it.", "A lot."), "swap: Swap grew. Close it. A lot."),
+    ],
+)
+def test_events_are_described_in_words(event, text):
+    assert describe_event(event.to_row()) == text
+
+
+def test_advice_of_an_earlier_version_has_no_gain():
+    row = events.Advised(3, "swap", "Swap grew.", "Close it.").to_row()
+    del row["gain"]
+    assert describe_event(row) == "swap: Swap grew. Close it."
 
 
 def test_one_thread_is_not_several():
