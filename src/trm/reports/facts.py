@@ -45,7 +45,7 @@ from trm.runs.metric import metric_label, primary_metric
 from trm.runs.reading import Follower
 from trm.runs.rows import Row, number
 from trm.runs.state import state_of
-from trm.tasks.metrics import shown_value, smaller_is_better
+from trm.tasks.metrics import goodness, shown_value, smaller_is_better
 
 MAX_EVENTS_SHOWN = 200
 REPEATED = "repeated after a crash"
@@ -198,7 +198,7 @@ def _best_evaluation(history: History) -> JsonObject:
     """Return the best row of a run without a record of its best checkpoint."""
     metric = _likely_metric(history)
     rows = [row for row in history.evaluations if math.isfinite(number(row.get(metric)))]
-    best: JsonObject = max(rows, key=lambda row: number(row[metric]), default={})
+    best: JsonObject = max(rows, key=lambda row: goodness(metric, number(row[metric])), default={})
     return {**best, "primary_metric": metric} if best else {}
 
 

@@ -134,6 +134,16 @@ def test_the_time_is_summed_by_activity_and_the_rest_is_other(run):
     assert next(iter(shares)) == "backward"
 
 
+def test_without_a_best_checkpoint_the_smallest_loss_is_the_best(tmp_path):
+    run = Run(tmp_path)
+    losses = {10: 2.0, 20: 1.25, 30: 1.5}
+    append_all(run, METRICS, [{"kind": "eval", "step": step, "loss": loss} for step, loss in losses.items()])
+    report = gather(run, NONE)
+    assert report.result.best_step == 20
+    assert report.result.rows == [("loss", "1.2500", "1.5000")]
+    assert {fact.name: fact.value for fact in report.overview}["best loss"] == "1.2500"
+
+
 def test_a_run_that_did_not_record_its_time_says_so(run):
     assert time_shares(History()) == []
     (run.path / METRICS).unlink()
