@@ -72,12 +72,20 @@ class Asked:
     _reported: int = field(default=-1)
 
     def observe(self, value: float, share: float) -> bool:
-        """Report the score after this share of the time; return whether to give the candidate up."""
-        self.best = value if self.best is None else max(self.best, value)
+        """Report the best score after this share of the time; return whether to give the candidate up.
+
+        Checkpoints since the evaluation before this one get the best score of that time. Those before the
+        first evaluation get none: with its score, they would make others look bad that are evaluated earlier.
+        """
+        before = self.best
+        self.best = value if before is None else max(before, value)
         reached = min(CHECKPOINTS, int(share * CHECKPOINTS))
-        for checkpoint in range(self._reported + 1, reached + 1):
-            self.trial.report(self.best, checkpoint)
-        self._reported = max(self._reported, reached)
+        if before is not None:
+            for checkpoint in range(self._reported + 1, reached):
+                self.trial.report(before, checkpoint)
+        if reached > self._reported:
+            self.trial.report(self.best, reached)
+            self._reported = reached
         return not self.is_start and self.trial.should_prune()
 
 

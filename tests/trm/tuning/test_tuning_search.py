@@ -14,7 +14,7 @@ from trm.tuning.fit import why_it_does_not_fit
 from trm.tuning.result import describe_result, result_of, write_result
 from trm.tuning.search import Budget, tune
 from trm.tuning.space import start_values, with_values
-from trm.tuning.study import STUDY_FILE
+from trm.tuning.study import STUDY_FILE, Asked
 from trm.tuning.trial import Candidate, Trained, _outcome, score, train_candidate
 
 pytest.importorskip("optuna")
@@ -129,6 +129,21 @@ def test_a_candidate_behind_the_median_is_given_up(opened, recipe):
     given_up = next(each for each in search.study.trials() if each.state == "given up")
     assert given_up.seconds < 60
     assert "median" in given_up.reason
+
+
+@pytest.fixture
+def asked():
+    import optuna
+
+    return Asked(optuna.create_study().ask(), {}, "trials/000", is_start=False)
+
+
+def test_a_score_counts_from_the_time_of_its_evaluation_on(asked):
+    for value, share in ((0.5, 0.31), (0.4, 0.62), (0.9, 0.91), (0.95, 0.99)):
+        asked.observe(value, share)
+    best_by_tenth = asked.trial.study.trials[0].intermediate_values
+    assert best_by_tenth == {3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.5, 8: 0.5, 9: 0.9}
+    assert asked.best == 0.95
 
 
 def test_a_candidate_that_does_not_fit_is_never_tried(opened, monkeypatch):
