@@ -22,6 +22,7 @@ from macbook_optimization.input_files import TooLargeError, kind_of, open_input,
 from macbook_optimization.units import MIB
 
 _MAX_JSON_BYTES = 64 * MIB
+_PAGE_HEAD_BYTES = 1024  # in which the generator of a page is named, before anything that varies
 _OTHER_FILE = "Choose another file."
 
 
@@ -142,6 +143,21 @@ def _starts_with(magic: bytes) -> Callable[[Path], bool]:
     return matches
 
 
+def page_of(generator: str, earlier_head: str) -> Callable[[Path], bool]:
+    """Recognise our pages by the generator that they name; earlier ones named none, but all began alike.
+
+    The doctype alone would also match a page that somebody wrote.
+    """
+    tag = f'<meta name="generator" content="{generator}">'.encode()
+
+    def matches(path: Path) -> bool:
+        with open_input(path) as file:
+            head = file.read(_PAGE_HEAD_BYTES)
+        return head.startswith(earlier_head.encode()) or (head.startswith(b"<!doctype html>") and tag in head)
+
+    return matches
+
+
 def json_like(is_ours: Callable[[Any], bool]) -> Callable[[Path], bool]:
     def matches(path: Path) -> bool:
         try:
@@ -162,5 +178,4 @@ def _is_state_dict(path: Path) -> bool:
 
 PNG = FileKind("a PNG image", _starts_with(b"\x89PNG\r\n\x1a\n"))
 GIF = FileKind("a GIF image", _starts_with(b"GIF8"))
-HTML = FileKind("an HTML page", _starts_with(b"<!doctype html>"))
 STATE_DICT = FileKind("a state dict of PyTorch", _is_state_dict)

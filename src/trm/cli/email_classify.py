@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from macbook_optimization.errors import DataError
-from macbook_optimization.output_files import HTML, OutputFile
+from macbook_optimization.output_files import OutputFile
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, OutputOption, force_option, json_option, show, showing
 from trm.cli.email_options import (
@@ -29,6 +29,7 @@ from trm.cli.email_options import (
     page_facts,
     page_line,
 )
+from trm.mail.page import MAIL_PAGE
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -148,7 +149,7 @@ def _ask_about(sources: Iterable[str], socket_path: Path, format_: str) -> Itera
 @click.command()
 @click.argument("run", type=PATH)
 @click.argument("path", type=SOURCES)
-@click.option("--html", type=OutputOption(HTML), help="Also write the reasons to this page.")
+@click.option("--html", type=OutputOption(MAIL_PAGE), help="Also write the reasons to this page.")
 @force_option
 @error_option
 @format_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from macbook_optimization.json_types import JsonObject
-from macbook_optimization.output_files import HTML, OutputFile, check_new_directory
+from macbook_optimization.output_files import OutputFile, check_new_directory
 from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import counted
 from trm.cli.common import PATH, OutputOption, echo, force_option, json_option, show, showing
@@ -23,6 +23,7 @@ from trm.cli.email_options import (
     page_facts,
     page_line,
 )
+from trm.mail.page import MAIL_PAGE
 
 if TYPE_CHECKING:
     from trm.mail.evaluation import Comparable
@@ -213,7 +214,9 @@ def _copied_lines(copied: Copied, out: Path, dry_run: bool) -> list[str]:
 @click.argument("run", type=PATH)
 @click.argument("paths", nargs=-1, required=True, type=SOURCES)
 @mapping_option
-@click.option("--html", type=OutputOption(HTML), help="Also write the tables and a diagram to this page.")
+@click.option(
+    "--html", type=OutputOption(MAIL_PAGE), help="Also write the tables and a diagram to this page."
+)
 @force_option
 @error_option
 @format_option

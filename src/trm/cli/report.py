@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from macbook_optimization.input_files import open_input
-from macbook_optimization.output_files import FileKind, OutputFile
+from macbook_optimization.output_files import FileKind, OutputFile, page_of
 from trm.cli.common import PATH, OutputOption, echo, force_option, json_option, show, showing
 
 if TYPE_CHECKING:
     from trm.reports.examples import Examples
     from trm.runs.directory import Run
 
-_BEGINNINGS = (b"<!doctype html>", b"# Report: ")
+# Of pages of earlier versions, which do not name their generator.
+_EARLIER_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" \
+content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>"""
+_MARKDOWN = re.compile(rb"# Report: [^\n]+\n\n\*\*(new|running|finished|stopped early|stopped|crashed)\*\*: ")
+_MARKDOWN_BYTES = 16 * 1024  # its title has a path
+_is_page = page_of("trm report", _EARLIER_HEAD)
 
 
 def _is_report(path: Path) -> bool:
     with open_input(path) as file:
-        return file.read(max(map(len, _BEGINNINGS))).startswith(_BEGINNINGS)
+        is_markdown = _MARKDOWN.match(file.read(_MARKDOWN_BYTES)) is not None
+    return is_markdown or _is_page(path)
 
 
 REPORT = FileKind("a report", _is_report)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import html
 
+from macbook_optimization.output_files import FileKind, page_of
+
 
 def page(title: str, body: str, style: str) -> str:
     """Return a page. `title` is escaped here; `body` and `style` must be valid already."""
@@ -19,6 +21,7 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="generator" content="trm email">
 <title>{title}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 46rem; padding: 0 1rem; }}
@@ -28,3 +31,11 @@ body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 46re
 {body}
 </html>
 """
+# Of pages of earlier versions, which do not name their generator.
+_EARLIER_HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>"""
+MAIL_PAGE = FileKind("a page about mail", page_of("trm email", _EARLIER_HEAD))

@@ -68,8 +68,10 @@ def test_noise_and_unknown_languages_are_unsure_whatever_their_confidence(traine
 def test_the_page_that_was_written_is_named(trained, tmp_path, command):
     mailbox = trained[0].parent / "mailbox"
     source = next(mailbox.rglob("*.eml")) if command == "explain" else mailbox
-    words = ["email", command, str(trained[0]), str(source), "--html", str(tmp_path / "page.html"), "--force"]
+    words = ["email", command, str(trained[0]), str(source), "--html", str(tmp_path / "page.html")]
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.stdout.splitlines()[-1] == f"Page: {tmp_path / 'page.html'}"
     facts = json.loads(CliRunner().invoke(cli, [*words, "--json"], catch_exceptions=False).stdout)
-    assert facts["html"] == str(tmp_path / "page.html")
+    assert facts["html"] == str(tmp_path / "page.html"), "a page of this command is replaced"
+    (tmp_path / "page.html").write_text("<!doctype html><title>My own page</title>")
+    assert CliRunner().invoke(cli, words).exit_code == 1

@@ -426,9 +426,32 @@ def test_the_command_writes_to_a_file_and_replaces_only_reports(run, tmp_path):
     assert not (run.path / "report.html").exists()
     assert command(run.path, "--no-examples", "--format", "markdown", "--out", out).exit_code == 0
     assert out.read_text(encoding="utf-8").startswith("# Report: ")
-    out.write_text("my notes")
-    assert CliRunner().invoke(cli, ["report", str(run.path), "--out", str(out)]).exit_code == 1
-    assert out.read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "my notes",
+        '<!doctype html>\n<html lang="en">\n<head><title>My page: report</title></head></html>',
+        '<!doctype html><meta name="generator" content="Hugo"><p>trm report',
+        "# Report: my holidays\n\n**Sun**: every day.",
+    ],
+)
+def test_a_page_that_somebody_wrote_is_not_replaced(run, tmp_path, own):
+    out = tmp_path / "page.html"
+    out.write_text(own)
+    done = CliRunner().invoke(cli, ["report", str(run.path), "--out", str(out)])
+    assert done.exit_code == 1
+    assert out.read_text() == own
+
+
+def test_a_report_of_an_earlier_version_is_replaced(run, tmp_path):
+    out = tmp_path / "page.html"
+    page = page_of(run)
+    out.write_text(page.replace('<meta name="generator" content="trm report">\n', ""), encoding="utf-8")
+    assert out.stat().st_size < len(page.encode())
+    assert command(run.path, "--no-examples", "--out", out).exit_code == 0
+    assert 'content="trm report"' in out.read_text(encoding="utf-8")
 
 
 def test_markdown_is_printed(run):
