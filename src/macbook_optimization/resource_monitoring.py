@@ -163,6 +163,9 @@ class BackgroundMonitor:
     def sample(self) -> None:
         """Take a sample, after every interval. Override this."""
 
+    def failed(self, error: OSError, times: int) -> None:
+        """Run after the system refused `times` samples in a row; the next one is taken all the same."""
+
     def __enter__(self) -> Self:
         self.start_monitoring()
         return self
@@ -186,9 +189,18 @@ class BackgroundMonitor:
             self._thread = None
 
     def _run(self, interval: float, stop: threading.Event) -> None:
-        self.begin()
+        failures = self._attempt(self.begin, 0)
         while not stop.wait(interval):
-            self.sample()
+            failures = self._attempt(self.sample, failures)
+
+    def _attempt(self, take: Callable[[], None], failures: int) -> int:
+        """Return how many samples in a row have failed, for example while too many files are open."""
+        try:
+            take()
+        except OSError as error:
+            self.failed(error, failures + 1)
+            return failures + 1
+        return 0
 
 
 class ResourceMonitor(BackgroundMonitor):
@@ -244,6 +256,8 @@ class ResourceMonitor(BackgroundMonitor):
 class PowerMonitor(BackgroundMonitor):
     """Samples battery and temperature, rarely: on a Mac, each sample starts a program or two."""
 
+    MAX_FAILURES = 4  # in a row, for which the last readings count: a minute
+
     def __init__(self) -> None:
         super().__init__()
         self._resources = ResourceMonitor()
@@ -259,6 +273,10 @@ class PowerMonitor(BackgroundMonitor):
     def sample(self) -> None:
         self.power = HardwareDetector().detect_power()
         self.thermal = self._resources.get_thermal_state()
+
+    def failed(self, error: OSError, times: int) -> None:
+        if times > self.MAX_FAILURES:
+            self.power = self.thermal = None
 
 
 class RunningClock(BackgroundMonitor):

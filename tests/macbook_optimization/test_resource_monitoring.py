@@ -1,5 +1,6 @@
 """Monitors sample only while they run; what the machine does not report is unknown."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from macbook_optimization.hardware_detection import PowerSpecs
 from macbook_optimization.resource_monitoring import (
     CpuLoad,
     LoadReading,
+    PowerMonitor,
     ResourceMonitor,
     RunningClock,
     ThermalState,
@@ -61,6 +64,44 @@ def test_a_sample_holds_what_psutil_measures():
     assert sample.rss_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert 0 < sample.available_bytes <= psutil.virtual_memory().total
     assert sample.time <= time.monotonic()
+
+
+class Refused(PowerMonitor):
+    """The system refuses some samples, as it does while too many files are open."""
+
+    def __init__(self, refused):
+        super().__init__()
+        self.refused = refused
+        self.num_samples = 0
+        self.num_failures = []
+
+    def sample(self):
+        self.num_samples += 1
+        if self.num_samples in self.refused:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.power = PowerSpecs(True, 50.0)
+
+    def failed(self, error, times):
+        super().failed(error, times)
+        self.num_failures.append(times)
+
+
+def test_a_monitor_survives_what_the_system_refuses():
+    monitor = Refused({1, 3, 4})
+    monitor.start_monitoring(interval=0.005)
+    assert wait_for(lambda: monitor.num_samples >= 6)
+    monitor.stop_monitoring()
+    assert monitor.num_failures == [1, 1, 2]
+    assert monitor.power == PowerSpecs(True, 50.0)
+
+
+def test_readings_of_a_minute_ago_do_not_count():
+    monitor = Refused(range(2, 10_000))
+    monitor.start_monitoring(interval=0.005)
+    assert wait_for(lambda: monitor.num_failures[-1:] == [4])
+    assert wait_for(lambda: monitor.power is None)
+    monitor.stop_monitoring()
+    assert monitor.num_failures[-1] > 4
 
 
 def test_stopping_twice_or_without_a_start_is_allowed():

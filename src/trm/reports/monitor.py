@@ -14,6 +14,7 @@ import numpy as np
 
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.errors import LaptopError, RunError
+from macbook_optimization.file_errors import hint_for, reason_of
 from macbook_optimization.resource_monitoring import BackgroundMonitor
 from trm.config import RunConfig
 from trm.display import Display
@@ -34,7 +35,12 @@ REPORT_TIMEOUT_SECONDS = 120.0
 
 
 class RunMonitor(BackgroundMonitor):
-    """Samples the machine and reads the run once per second, and shows it on a display."""
+    """Samples the machine and reads the run once per second, and shows it on a display.
+
+    What the system refuses, for example because too many files are open, costs the samples of that time.
+    """
+
+    MAX_FAILURES = 10  # in a row, after which it is said
 
     def __init__(self, run: Run, config: RunConfig, display: Display) -> None:
         super().__init__()
@@ -54,13 +60,34 @@ class RunMonitor(BackgroundMonitor):
         self.sampler.begin()
 
     def sample(self) -> None:
+        """Take a sample, read and diagnose: each of them even if another one fails."""
+        parts = [self._take_sample, self._read]
+        self._samples_taken += 1
+        if self._samples_taken % DIAGNOSIS_SAMPLES == 0:
+            parts.append(self._diagnose)
+        errors = []
+        for part in parts:
+            try:
+                part()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def failed(self, error: OSError, times: int) -> None:
+        if times == self.MAX_FAILURES:
+            self.display.message(
+                f"Monitoring fails ({reason_of(error)}): samples or suggestions may be missing. "
+                f"Training continues. {hint_for(error, '')}".rstrip()
+            )
+
+    def _take_sample(self) -> None:
         self.file.append(self.sampler.sample())
+
+    def _read(self) -> None:
         with self._lock:
             self.view.read()
             self._formatted = None
-        self._samples_taken += 1
-        if self._samples_taken % DIAGNOSIS_SAMPLES == 0:
-            self._diagnose()
 
     def _diagnose(self) -> None:
         """Record and show each problem once, in one line."""

@@ -14,8 +14,8 @@ from contextlib import suppress
 import psutil
 
 from macbook_optimization.errors import RunError
-from macbook_optimization.hardware_detection import HardwareDetector, available_memory
-from macbook_optimization.resource_monitoring import ResourceMonitor
+from macbook_optimization.hardware_detection import HardwareDetector, PowerSpecs, available_memory
+from macbook_optimization.resource_monitoring import ResourceMonitor, ThermalState
 from macbook_optimization.units import MIB
 from trm.runs.directory import RESOURCES, Run, is_run
 from trm.runs.rows import ResourceRow
@@ -32,6 +32,8 @@ class Sampler:
         self._trainer: psutil.Process | None = None
         self._machine = ResourceMonitor()
         self._power_read_at: float | None = None
+        self._thermal = ThermalState(None, None, None, None)
+        self._power = PowerSpecs(None, None)
 
     def begin(self) -> None:
         """Start to measure, in the thread that will take the samples."""
