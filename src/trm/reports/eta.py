@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trm.config import RunConfig
+from trm.reports.ending import Ending
 from trm.runs.rows import Row, number
 from trm.schedule import cycles_of_step, value_at
 from trm.tasks.metrics import smaller_is_better
@@ -36,7 +37,7 @@ _NUM_TREND_POINTS = 4  # evaluations that the way to the target is extrapolated 
 
 
 class Eta(NamedTuple):
-    """Seconds until training ends: as it looks now, and if it takes all steps."""
+    """Seconds until training ends: as it looks now, and if it takes all steps within the limits."""
 
     about_seconds: float
     at_most_seconds: float
@@ -107,12 +108,17 @@ class EtaEstimator:
     _counted: int = 0  # steps whose time is in the rates
     time: float | None = None  # of the last row, in seconds since the epoch
     evaluations: list[Row] = field(default_factory=list)
+    ending: Ending = field(init=False)
     _cost: _StepCost = field(default_factory=_StepCost)
     _per_cycle: _Rate = field(default_factory=_Rate)  # seconds of the forward pass, for all slots
     _breaks: _Rate = field(default_factory=_Rate)  # seconds of saving and waiting per second of steps
 
+    def __post_init__(self) -> None:
+        self.ending = Ending(self.config, self.metric)
+
     def add(self, rows: Sequence[Row]) -> None:
         for row in rows:
+            self.ending.add(row)
             if row.get("kind") == "train":
                 self._add_steps(row)
             elif row.get("kind") == "eval":
@@ -155,10 +161,12 @@ class EtaEstimator:
         if not self._cost.steps:
             return None
         passed = 0.0 if now is None or self.time is None else max(0.0, now - self.time)
-        last_step = self.config.training.last_step
-        at_most = self._seconds_between(self.step, last_step)
-        about = self._seconds_between(self.step, min(last_step, self._step_of_target()))
-        return Eta(max(0.0, about - passed), max(0.0, at_most - passed))
+        last_step = self.ending.last_step
+        end = min(last_step, self._step_of_target(), self.ending.step_of_early_stop())
+        limit = self.ending.seconds_left(math.nan if self.time is None else self.time + passed)
+        about = self._seconds_between(self.step, int(end)) - passed
+        at_most = self._seconds_between(self.step, last_step) - passed
+        return Eta(min(max(0.0, about), limit), min(max(0.0, at_most), limit))
 
     def _seconds_between(self, step: int, last_step: int) -> float:
         steps = self._seconds_of_steps(step, last_step) * (1 + self._breaks.value)

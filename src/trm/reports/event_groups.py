@@ -20,7 +20,7 @@ MARK_GROUPS: dict[MarkGroup, str] = {
 _EVENTS: Mapping[MarkGroup, tuple[type[events.Event], ...]] = {
     "start": (
         events.Resumed, events.Restarted, events.Extended, events.Imported, events.Initialised,
-        events.Stopped, events.WorldFormed, events.Regrouping,
+        events.Stopped, events.WorldFormed, events.Regrouping, events.LimitsSet,
     ),
     "plan": (
         events.PlanChosen, events.ThreadsChanged, events.CompileTried, events.BatchShrunk, events.BatchGrown,

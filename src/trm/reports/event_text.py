@@ -23,6 +23,7 @@ from trm.runs.events import (
     Imported,
     Initialised,
     LearningRateLowered,
+    LimitsSet,
     LowBattery,
     MachineLost,
     MemoryGrows,
@@ -101,6 +102,7 @@ _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
         f"{counted(row['repeated_steps'], 'step')} repeated"
     ),
     WorldFormed.name: lambda row: f"machines: {', '.join(row['machines'])}",
+    LimitsSet.name: lambda row: _describe_limits(row),
     MachineLost.name: lambda row: f"lost {', '.join(row['machines']) or 'a machine'}: {row['cause']}",
     CompileTried.name: lambda row: _describe_compilation(row),
     Advised.name: lambda row: (
@@ -120,6 +122,15 @@ def describe_event(row: Row) -> str:
         return _TEMPLATES[name].format(**row)
     except (KeyError, ValueError, TypeError, IndexError, OverflowError):
         return name
+
+
+def _describe_limits(row: Row) -> str:
+    step, seconds = row["max_step"], row["max_seconds"]
+    limits = [
+        "" if step is None else f"at step {step:,}",
+        "" if seconds is None else f"after {duration(seconds)}",
+    ]
+    return f"this start ends {' or '.join(filter(None, limits))} at the latest"
 
 
 def _describe_compilation(row: Row) -> str:

@@ -21,7 +21,7 @@ from trm.reports.eta import Eta, EtaEstimator
 from trm.reports.event_text import describe_event
 from trm.reports.history import History
 from trm.runs.directory import Run
-from trm.runs.events import PlanChosen
+from trm.runs.events import LimitsSet, PlanChosen
 from trm.runs.metric import metric_label
 from trm.runs.rows import Row, number
 from trm.runs.state import RunState, state_of
@@ -34,7 +34,11 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _ASCII_SPARKS = "_.-=*#"
 _BAR_COLUMNS = 20
 _MAX_CORES_SHOWN = 8
-_ROUTINE_EVENTS = (PlanChosen.name, "data")  # shown elsewhere on the screen, or not worth a line
+_ROUTINE_EVENTS = (
+    PlanChosen.name,
+    LimitsSet.name,
+    "data",
+)  # shown elsewhere on the screen, or not worth a line
 
 
 @dataclass

@@ -93,6 +93,16 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsSet(Event):
+    """This start ends at one of these, if the run does not end before; recorded only where there is one."""
+
+    name = "limits"
+    step: int
+    max_step: int | None
+    max_seconds: float | None  # from here on
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed(Event):
     """The start before this one ended without `stopped`; recorded by the start that found out."""
 

@@ -26,7 +26,7 @@ from trm.plan import Plan
 from trm.planning.device_choice import Place, recipe_at
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, begin, open_run
-from trm.runs.events import DataOpened, DeviceRejected, StageChanged
+from trm.runs.events import DataOpened, DeviceRejected, LimitsSet, StageChanged
 from trm.tasks.base import Task
 from trm.tasks.dataset import SPLITS, Split, complete_spec, open_split
 from trm.tasks.registry import load_task
@@ -153,7 +153,7 @@ def train_with_others(
         trainer.resume()
         if plan.provisional:
             trainer.tune_with(Planner(config, data, hardware, display).corrected()[0])
-        _begin(trainer, plan, here)
+        _begin(trainer, plan, limits, here)
         introduce(membership, state.learner, state.step, log)
         with stop_signals() as stop, trainer.resources, profiler or nullcontext():
             outcome = trainer.run(limits, stop)
@@ -188,7 +188,7 @@ def _connect(trainer: Trainer, membership: Membership) -> None:
         together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
 
 
-def _begin(trainer: Trainer, plan: Plan, here: Surroundings) -> None:
+def _begin(trainer: Trainer, plan: Plan, limits: Limits, here: Surroundings) -> None:
     """Record how this start begins, where there is a run to record it in."""
     state = trainer.state
     log = trainer.log
@@ -200,6 +200,8 @@ def _begin(trainer: Trainer, plan: Plan, here: Surroundings) -> None:
     for event in here.rejected:
         log.event(event)
     log.plan(plan)
+    if limits != Limits():
+        log.event(LimitsSet(state.step, limits.max_step, limits.max_seconds))
     log.event(DataOpened(state.step, state.feed.split.reader.strategy))
     if state.stage is not None and state.step == 0:  # later ones are recorded when they begin
         log.event(StageChanged(state.step, state.stage.number, state.stage.share))

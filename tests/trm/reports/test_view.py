@@ -214,6 +214,8 @@ def test_an_event_whose_fields_are_missing_is_shown_by_its_name():
             events.DutyCycleChanged(3, 1.0, 0.75, "the system throttles the processor"),
             "training computes 75% of the time instead of 100%: the system throttles the processor",
         ),
+        (events.LimitsSet(0, 4000, 125.0), "this start ends at step 4,000 or after 2 min 05 s at the latest"),
+        (events.LimitsSet(0, None, 125.0), "this start ends after 2 min 05 s at the latest"),
         (events.TrainingPaused(3, "the machine is on battery"), "training waits: the machine is on battery"),
         (events.TrainingContinued(3, 125.0), "training continues after 2 min 05 s"),
         (

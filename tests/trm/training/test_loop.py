@@ -531,3 +531,11 @@ def test_other_data_is_refused_with_every_difference(tmp_path, dataset):
     assert "spec.max_len is 36 here and 16 in the run" in str(refused.value)
     assert "fingerprint.inputs is" in str(refused.value)
     assert "trm checkpoint import" in refused.value.hint
+
+
+def test_the_limits_of_a_start_are_recorded_for_those_who_watch(tmp_path, dataset):
+    config = run_config(dataset, training__max_steps=6)
+    run(config, tmp_path / "run", max_step=2, max_seconds=60.0)
+    run(config, tmp_path / "run")
+    limits = [row for row in Run(tmp_path / "run").rows(EVENTS) if row["event"] == "limits"]
+    assert [(row["step"], row["max_step"], row["max_seconds"]) for row in limits] == [(0, 2, 60.0)]
