@@ -11,6 +11,7 @@ from macbook_optimization.units import MIB
 from trm.config import RunConfig
 from trm.plan import Plan
 from trm.runs.directory import METRICS, RESOURCES, Run, is_run
+from trm.runs.lost_rows import Place, repetition
 from trm.runs.rows import Row, kind_of, number
 
 MAX_BYTES = 8 * MIB  # of metrics that are read to find out: about four hours of training
@@ -89,20 +90,20 @@ def _machine_of(run: Run) -> tuple[int, float] | None:
 def pace_of(run: Run) -> EarlierRun:
     """Read how long the steps of a run took, from its rows."""
     slots = run.config.training.effective_batch_size
-    steps: list[int] = []
+    places: list[Place] = []
     seconds: list[float] = []
     for row in run.rows():
         if kind_of(row) != "train" or not _is_usable(row):
             continue
-        step = int(row["step"])
-        while steps and steps[-1] >= step:  # resumed from before: these steps were repeated
-            steps.pop()
+        repeats = repetition(places[-1], row) if places else None
+        while repeats is not None and places and repeats.covers(places[-1]):
+            places.pop()
             seconds.pop()
-        num_steps = step - steps[-1] if steps else 0
+        num_steps = int(row["step"]) - int(places[-1].step) if places else 0
         before = seconds[-1] if seconds else 0.0
-        steps.append(step)
+        places.append(Place.of(row))
         seconds.append(before + num_steps * slots / row["samples_per_second"])
-    return EarlierRun(run.path.name, steps, seconds)
+    return EarlierRun(run.path.name, [int(place.step) for place in places], seconds)
 
 
 def _is_usable(row: Row) -> bool:

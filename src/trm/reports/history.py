@@ -10,10 +10,10 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from macbook_optimization.json_types import JsonMapping
 from trm.runs.directory import Run
+from trm.runs.lost_rows import Place, Repetition, repetition, seconds_of
 from trm.runs.rows import NAN, Row, number
 from trm.runs.state import LastRecorded
 
@@ -77,10 +77,10 @@ class Curves:
         if len(self) >= self.max_points:
             self._thin()
 
-    def forget_from(self, name: str, value: float) -> None:
-        """Remove the points at the end whose column `name` is not below this value."""
+    def forget_end(self, is_lost: Callable[[Mapping[str, float]], bool]) -> None:
+        """Remove the points at the end, as far as they are lost."""
         self._pending.clear()
-        while len(self) and not self.columns[name][-1] < value:
+        while len(self) and is_lost({name: column[-1] for name, column in self.columns.items()}):
             for column in self.columns.values():
                 column.pop()
 
@@ -131,25 +131,26 @@ class History:
         step = number(row.get("step"))
         if not math.isfinite(step):  # a damaged row
             return
-        if self.recent and _goes_back(self.recent[-1], row):  # resumed from before
-            self.train.forget_from("step", step)
-            self._count_as_repeated(partial(_is_lost, row))
+        repeats = repetition(Place.of(self.recent[-1]), row) if self.recent else None
+        if repeats is not None:
+            self.train.forget_end(lambda point: repeats.covers(Place(point["step"], point["seconds"])))
+            self._count_as_repeated(repeats)
         self.recent.append(row)
         self.train.add(row)
         self._add_spent(row, sign=1)
-        for machine, seconds in _seconds_of(row, "waited_for").items():
+        for machine, seconds in seconds_of(row, "waited_for").items():
             self.waited_for[machine] = self.waited_for.get(machine, 0.0) + seconds
         self._counted.append(row)
 
-    def _count_as_repeated(self, is_lost: Callable[[Row], bool]) -> None:
+    def _count_as_repeated(self, repeats: Repetition) -> None:
         """Take back the time of rows that a crash lost."""
-        while self._counted and is_lost(self._counted[-1]):
+        while self._counted and repeats.covers(Place.of(self._counted[-1])):
             lost = self._counted.pop()
             self._add_spent(lost, sign=-1)
-            self.repeated_seconds += sum(_seconds_of(lost, "spent").values())
+            self.repeated_seconds += sum(seconds_of(lost, "spent").values())
 
     def _add_spent(self, row: Row, *, sign: int) -> None:
-        for name, value in _seconds_of(row, "spent").items():
+        for name, value in seconds_of(row, "spent").items():
             self.spent[name] = max(0.0, self.spent.get(name, 0.0) + sign * value)
 
     def _add_evaluation(self, row: Row) -> None:
@@ -189,36 +190,9 @@ def read_history(run: Run) -> History:
     return history
 
 
-def _goes_back(before: Row, row: Row) -> bool:
-    """Whether a row follows a crash. Its step may be beyond the lost ones, as it reports several at once."""
-    is_earlier = number(row.get("seconds")) < number(before.get("seconds"))
-    return is_earlier or not number(before.get("step")) < number(row.get("step"))
-
-
-def _is_lost(resumed: Row, earlier: Row) -> bool:
-    """Whether an earlier row has steps that are repeated in a row from which a resumed run continues.
-
-    Earlier versions did not record how many steps a row has. Its time then shows where it began, roughly: the
-    activities of a row take a little longer than its steps.
-    """
-    num_steps = number(resumed.get("num_steps"))
-    if math.isfinite(num_steps):
-        return number(earlier.get("step")) > number(resumed.get("step")) - num_steps
-    began = number(resumed.get("seconds")) - sum(_seconds_of(resumed, "spent").values())
-    return number(earlier.get("seconds")) > began
-
-
 def _largest(known: float, *claimed: object) -> float:
     values = [value for value in (known, *map(number, claimed)) if math.isfinite(value)]
     return max(values, default=NAN)
-
-
-def _seconds_of(row: Row, name: str) -> dict[str, float]:
-    """Return the seconds by activity, or by machine, of a training row."""
-    found = row.get(name)
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(key): number(value) for key, value in found.items() if 0 <= number(value) < math.inf}
 
 
 def _mean(values: Sequence[float]) -> float:

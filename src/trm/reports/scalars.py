@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from macbook_optimization.terminal_text import one_line
 from trm.reports.event_text import describe_event
 from trm.runs.directory import EVENTS, METRICS, RESOURCES, Run
+from trm.runs.lost_rows import Place, repetition
 from trm.runs.reading import Follower
 from trm.runs.rows import Row, number
 
@@ -86,6 +87,10 @@ class _Entry:
     seconds: float
     scalars: dict[str, float]
 
+    @property
+    def place(self) -> Place:
+        return Place(self.step, self.seconds)
+
     def time(self, base: float) -> float:
         return self.wall_time if math.isfinite(self.wall_time) else base + self.seconds
 
@@ -93,16 +98,20 @@ class _Entry:
 @dataclass
 class _Rows:
     entries: list[_Entry] = field(default_factory=list)
-    _last: dict[str, int] = field(default_factory=dict)  # step by kind
+    _last_trained: Place | None = None
+    _last_evaluated: float = -1.0  # step
 
     def add(self, row: Row) -> None:
         kind = row["kind"]
         step = number(row.get("step"))
         if kind not in ("train", "eval") or not 0 <= step < _MAX_STEP:
             return
-        if step <= self._last.get(kind, -1):  # resumed from before
+        if kind == "train":
+            self._forget_lost(row)
+        elif step <= self._last_evaluated:  # repeated after a crash
             self.entries = [each for each in self.entries if each.kind != kind or each.step < step]
-        self._last[kind] = int(step)
+        if kind == "eval":
+            self._last_evaluated = step
         seconds = number(row.get("seconds"))
         self.entries.append(
             _Entry(
@@ -113,6 +122,15 @@ class _Rows:
                 scalars=_scalars(kind, row),
             )
         )
+
+    def _forget_lost(self, row: Row) -> None:
+        """Remove the training rows that a crash has lost."""
+        repeats = None if self._last_trained is None else repetition(self._last_trained, row)
+        if repeats is not None:
+            self.entries = [
+                each for each in self.entries if each.kind != "train" or not repeats.covers(each.place)
+            ]
+        self._last_trained = Place.of(row)
 
 
 class _StepTimes:
