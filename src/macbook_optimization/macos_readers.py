@@ -39,7 +39,7 @@ _MODULE_SPEED = re.compile(r'(?:"dimm_speed"|\bSpeed)\s*:\s*"?([0-9]{1,6}) (?:MH
 _AMOUNT = r"([0-9]{1,12}(?:[.,][0-9]{1,6})?)([KMGT])"
 _SWAP = re.compile(rf"total = {_AMOUNT}\s+used = {_AMOUNT}")
 _PAGES = re.compile(r"^([\w -]+):\s+([0-9]{1,18})\.", re.MULTILINE)
-_THERMAL_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")  # 0 to 4
+THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")  # 0 to 4
 _MEMORY_PRESSURES = {"1": "normal", "2": "warning", "4": "critical"}
 _TOOL_TIMEOUT_SECONDS = 10
 _ARM64 = "16777228"  # CPU_TYPE_ARM64; a process under Rosetta gets 7 (x86)
@@ -193,7 +193,7 @@ def thermal_pressure(text: str | None) -> str | None:
     "nominal" is weak evidence: notifyutil also prints 0 for a name that nobody publishes.
     """
     found = re.fullmatch(r"com\.apple\.system\.thermalpressurelevel ([0-4])\s*", text or "")
-    return found and _THERMAL_PRESSURES[int(found[1])]
+    return found and THERMAL_LEVELS[int(found[1])]
 
 
 def _complete_lines(text: str | None) -> str:

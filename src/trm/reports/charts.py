@@ -117,6 +117,7 @@ def _draw_series(axes: Axes, series: Series, color: str) -> None:
         alpha=0.45 if is_faint else 1.0,
         marker="o" if has_points or len(series.x) == 1 else None,
         markersize=3.5,
+        drawstyle="steps-post" if series.style == "steps" else "default",
         label="_nolegend_" if series.style == "raw" else one_line(series.name),
         zorder=2 if is_faint else 3,
     )
@@ -131,6 +132,10 @@ def _set_scales(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
+    elif chart.levels:
+        axes.set_yticks(range(len(chart.levels)), chart.levels)
+        axes.set_ylim(-0.25, max(2.0, *(value for series in chart.series for value in series.y)) + 0.25)
+        return
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         _include_zero(axes, chart)

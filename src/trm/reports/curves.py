@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from macbook_optimization.macos_readers import THERMAL_LEVELS
 from macbook_optimization.terminal_text import one_line
 from macbook_optimization.units import GIB
 from trm.arrays import FloatArray
@@ -33,7 +34,7 @@ _MIN_GAP_SECONDS = 120.0
 _GAP_SPACINGS = 10.0  # a gap is this many times the usual distance of rows
 _GAP_AT_START = 3.0  # likewise, where a start is known to have ended it; rows come once per second at most
 
-Style = Literal["line", "points", "raw"]  # raw: the values of which the next series is an average
+Style = Literal["line", "points", "steps", "raw"]  # raw: the values of which the next series is an average
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Chart:
     marks: list[Mark] = field(default_factory=list)
     in_percent: bool = False  # values are shares of 1
     logarithmic: bool = False
+    levels: tuple[str, ...] = ()  # names of the values 0, 1, 2, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +230,21 @@ def _machine_charts(history: History, scales: Scales, clock: Clock) -> list[Char
     return [
         Chart("memory", _memory_title(scales), label, resident, _memory_limits(scales, peak), marks),
         Chart("cpu", _cpu_title(scales), label, _cpu_series(history, scales, x, cpu), [], marks),
-        Chart("heat", "Temperature (°C)", label, _of_resources(history, x, "temperature"), [], marks),
+        _heat(history, label, x, marks),
         Chart("clock", "Clock limit (%)", label, _of_resources(history, x, "speed_limit_percent"), [], marks),
         Chart("battery", "Battery (%)", label, _of_resources(history, x, "battery_percent"), [], marks),
         Chart("swap", "Swap in use (GiB)", label, _swap(history, x), [], marks),
     ]  # fmt: skip
+
+
+def _heat(history: History, label: str, x: Sequence[float], marks: list[Mark]) -> Chart:
+    """Draw degrees or, where only levels are reported, as on a Mac, those; of several samples, their mean."""
+    temperature = _of_resources(history, x, "temperature")
+    if temperature or not len(history.resources):
+        return Chart("heat", "Temperature (°C)", label, temperature, [], marks)
+    levels = _series("thermal level", x, history.resources["thermal_level"], "steps")
+    title = f"Thermal level (0 {THERMAL_LEVELS[0]} to {len(THERMAL_LEVELS) - 1} {THERMAL_LEVELS[-1]})"
+    return Chart("heat", title, label, levels, [], marks, levels=THERMAL_LEVELS)
 
 
 def _of_resources(history: History, x: Sequence[float], name: str) -> list[Series]:

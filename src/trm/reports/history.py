@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from macbook_optimization.json_types import JsonMapping
+from macbook_optimization.macos_readers import THERMAL_LEVELS
 from trm.runs.directory import Run
 from trm.runs.lost_rows import Place, Repetition, repetition, seconds_of
 from trm.runs.rows import NAN, Row, number
@@ -43,6 +44,7 @@ RESOURCE_COLUMNS = (
     "available_bytes",
     "swap_bytes",
     "temperature",
+    "thermal_level",  # its place among `THERMAL_LEVELS`
     "battery_percent",
     "speed_limit_percent",
 )
@@ -171,8 +173,10 @@ class History:
             self.recent_resources.append(row)
             cores = row.get("cpu_percent")
             machine = _mean([number(core) for core in cores]) if isinstance(cores, list) else NAN
-            self.resources.add({**row, "machine_cpu_percent": machine})
-            if isinstance(level := row.get("thermal_level"), str):
+            level = row.get("thermal_level")
+            place = THERMAL_LEVELS.index(level) if level in THERMAL_LEVELS else None
+            self.resources.add({**row, "machine_cpu_percent": machine, "thermal_level": place})
+            if isinstance(level, str):
                 self.thermal_levels[level] += 1
 
     @property

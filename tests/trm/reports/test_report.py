@@ -329,6 +329,33 @@ def test_the_cpu_of_all_programs_is_as_visible_as_that_of_the_trainer(run):
     ]
 
 
+def heat_of(run):
+    return next(chart for chart in gather(run, NONE).charts if chart.key == "heat")
+
+
+def test_the_thermal_level_is_drawn_in_steps_where_no_temperature_is_reported(tmp_path):
+    run = Run(tmp_path)
+    levels = ["nominal"] * 10 + ["heavy"] * 5 + ["of a later system"] + ["moderate"] * 5
+    rows = [resource_row(second, thermal_level=level) for second, level in enumerate(levels)]
+    append_all(run, RESOURCES, rows)
+    append_all(run, METRICS, [train_row(1)])
+    heat = heat_of(run)
+    assert heat.series[0].y == [0.0] * 10 + [2.0] * 5 + [1.0] * 5
+    assert heat.series[0].style == "steps"
+    page = page_of(run)
+    assert "Thermal level (0 nominal to 4 sleeping)" in page
+    assert ">heavy</text>" in page
+    assert ">trapping</text>" not in page
+
+
+def test_a_temperature_is_drawn_where_it_is_reported(tmp_path):
+    run = Run(tmp_path)
+    append_all(run, RESOURCES, [resource_row(second, temperature=60.0 + second) for second in range(5)])
+    append_all(run, METRICS, [train_row(1)])
+    assert heat_of(run).series[0].y == [60.0, 61.0, 62.0, 63.0, 64.0]
+    assert heat_of(run).levels == ()
+
+
 def test_commands_in_markdown_stay_code(tmp_path):
     markdown = as_markdown(gather(recorded_run(tmp_path / "a_b", stopped=False), NONE))
     assert f"`trm train {tmp_path / 'a_b'}` resumes it" in markdown
