@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _WIDTH_INCHES = 5.2
 _HEIGHT_INCHES = 3.0
+_LEFT = 0.14  # share of the width
+_LEFT_WITH_NAMES = 0.2
 _BOTTOM = 0.17  # share of the height
 _BOTTOM_WITH_LEGEND = 0.27
 _INK = "#010101"
@@ -100,7 +102,8 @@ def _draw(figure: Figure, chart: Chart) -> None:
     axes.set_xlabel(chart.x_label)
     has_legend = len(_named(chart.series)) + len(chart.limits) > 1
     bottom = _BOTTOM_WITH_LEGEND if has_legend else _BOTTOM
-    figure.subplots_adjust(left=0.14, right=0.98, top=0.96, bottom=bottom)
+    left = _LEFT_WITH_NAMES if chart.levels else _LEFT
+    figure.subplots_adjust(left=left, right=0.98, top=0.96, bottom=bottom)
     if has_legend:
         below = (0.45, -0.2)
         axes.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9, borderpad=0)

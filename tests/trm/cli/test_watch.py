@@ -1,10 +1,14 @@
 """`trm watch`, on a run that is being trained in another process."""
 
+import fcntl
 import json
 import os
 import pty
+import re
 import signal
+import struct
 import subprocess
+import termios
 import time
 from contextlib import suppress
 
@@ -95,6 +99,43 @@ def test_a_run_is_watched_through_its_death_and_resumption(tmp_path):
         kill_group(trainer)
 
 
+PLAIN = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "NO_COLOR": "1"}
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|4\d|9\d|10\d)(?:;[\d;]*)?m")
+
+
+@pytest.mark.slow
+def test_training_in_a_terminal_without_unicode_and_colour(tmp_path):
+    """The live view of the command that trains, which redraws a real terminal of 60 columns."""
+    screen, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
+    command = [*START, "training.max_steps=500", "--run", "run"]
+    environment = {**os.environ, **PLAIN, "TERM": "xterm-256color"}
+    trainer = subprocess.Popen(command, cwd=tmp_path, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    output = Output(screen)
+    until(lambda: output.has("The run is in") or trainer.poll() is not None, seconds=60)
+    assert trainer.wait(30) == 0, output.text
+    assert re.search(r"step [\d,]+ of 500", output.text), "the live view"
+    assert "learning rate" in output.text
+    assert "\x1b[J" in output.text, "it is redrawn in place"
+    assert output.text.isascii()
+    assert not COLOUR.search(output.text)
+
+
+@pytest.mark.slow
+def test_training_without_a_terminal_unicode_and_colour(tmp_path):
+    command = [*START, "training.max_steps=400", "--run", "run"]
+    environment = {**os.environ, **PLAIN, "COLUMNS": "60"}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, encoding="utf-8", env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Trained all steps after step 400" in done.stdout
+    for text in (done.stdout, done.stderr):
+        assert text.isascii()
+        assert "\x1b" not in text
+
+
 def kill_group(process):
     for each in [process.pid, *trainers_of(process.pid)]:
         with suppress(ProcessLookupError):
@@ -116,7 +157,7 @@ class Output:
         os.set_blocking(descriptor, False)
 
     def has(self, words):
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nothing to read, or nobody has the terminal open any more
             self.text += os.read(self.descriptor, 1 << 16).decode(errors="replace")
         return words in self.text
 
