@@ -111,6 +111,19 @@ def test_a_learning_rate_that_is_too_high_is_instability(tmp_path):
     assert "lower training.learning_rate (now 0.5)" in found["unstable training"].advice
 
 
+@pytest.mark.slow
+def test_a_learning_rate_that_is_too_low_is_a_plateau(tmp_path):
+    """The task sleeps, so that a fast machine records enough rows, too."""
+    task = write_task(tmp_path, "time.sleep(0.05)")
+    steps = {"training__max_steps": 200, "evaluation__every_steps": 20}
+    dataset = sudoku_dataset(tmp_path / "set")
+    config = run_config(dataset, task=task, training__learning_rate=1e-9, **steps)
+    run(config, tmp_path / "run")
+    found = findings(tmp_path / "run", config)
+    assert "has not improved on" in found["plateau"].evidence
+    assert "the training loss no longer falls" in found["plateau"].evidence
+
+
 def resource_row(trainer):
     """Sample as the command does about once per second."""
     memory = psutil.virtual_memory()
