@@ -8,9 +8,18 @@ from typing import Any, Protocol
 
 from macbook_optimization.json_types import JsonObject
 
+CLOSED_PORTS = (
+    "the machines could not connect to each other; does a firewall, or a tunnel that forwards a single port, "
+    "close the further ports that each of them opens at its own address?"
+)
+
 
 class PeerLost(Exception):  # noqa: N818 - an observation; the supervisor decides what follows
     """Another process of the world has ended, or cannot be reached."""
+
+
+class FormingFailed(PeerLost):
+    """The machines of a world have met, but could not connect to each other."""
 
 
 class StepAbandoned(Exception):  # noqa: N818 - not an error of this rank

@@ -17,7 +17,7 @@ from typing import Any
 
 from macbook_optimization.errors import ConfigError
 from macbook_optimization.input_files import read_input
-from trm.backends.world import Address
+from trm.backends.world import CLOSED_PORTS, Address
 from trm.runs.directory import JOIN_TOKEN, Run, make_run_directory
 from trm.runs.events import MachineLost
 from trm.training.log import RunLog
@@ -70,6 +70,11 @@ class Hosting:
                 f"Lost {', '.join(names) or 'a machine'} ({cause}). Continuing with the remaining machines."
             )
         return kind in (GUESTS, LOST)
+
+    def not_formed(self, log: RunLog) -> None:
+        """Record that machines did not connect in time, and do not wait for them the next time."""
+        self.receive([GUESTS, 0], log)
+        self.receive([LOST, [], CLOSED_PORTS], log)
 
 
 @contextmanager

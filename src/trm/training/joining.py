@@ -8,8 +8,9 @@ plan if the trainer ran out of memory.
 from __future__ import annotations
 
 import json
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
@@ -17,7 +18,7 @@ from macbook_optimization.errors import ConfigError, MemoryBudgetError, RunError
 from macbook_optimization.hardware_detection import HardwareDetector
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.backends.base import load_backend
-from trm.backends.world import Address
+from trm.backends.world import CLOSED_PORTS, Address
 from trm.config import RunConfig, config_from_text
 from trm.config.kinds import check_several_machines
 from trm.display import Display, show_forwarded
@@ -121,11 +122,13 @@ def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
     display = guest.planner.display
     history = History()
     while True:
+        reported: list[list[object]] = []  # by the trainer, about lost machines
         try:
-            outcome = _run(guest, seat, plan)
+            outcome = _run(guest, seat, plan, reported.append)
         except ChildDied as death:
             if death.code in LOST_PEER_CODES:
-                display.message(f"The group of machines has changed; connecting to {seat.address} again.")
+                lost = f"The group of machines has changed ({_cause(reported, death)})"
+                display.message(f"{lost}; connecting to {seat.address} again.")
                 continue
             plan, history = _after_death(guest, death, plan, history)
             continue
@@ -135,11 +138,19 @@ def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
         history = History()
 
 
-def _run(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
+def _cause(reported: Sequence[list[object]], death: ChildDied) -> str:
+    if reported:
+        return str(reported[-1][-1])
+    return CLOSED_PORTS if death.signal == signal.SIGALRM else "a connection was lost"
+
+
+def _run(guest: _Guest, seat: Seat, plan: Plan, on_lost: Callable[[list[object]], None]) -> Outcome:
     display = guest.planner.display
 
     def on_row(row: list[object]) -> None:
-        if row[0] != LOST:
+        if row[0] == LOST:
+            on_lost(row)
+        else:
             show_forwarded(display, row)
 
     arguments = {

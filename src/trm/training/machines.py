@@ -13,9 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from statistics import median
+from typing import NoReturn
 
 from macbook_optimization.children import Send, parent_is_gone
 from macbook_optimization.errors import DataError, RunError
@@ -23,6 +25,7 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 from trm.backends.base import Backend, Learner, Program
 from trm.backends.world import (
     Address,
+    FormingFailed,
     GuestMeeting,
     HostMeeting,
     Meeting,
@@ -88,7 +91,7 @@ class Membership:
     def close(self, *, leaving: int = 0) -> None:
         """End this world. The host expects all who have arrived again, except for those who leave."""
         if self.host is not None:
-            self.send([GUESTS, self.host.arrivals() - leaving])
+            _report(self.send, [GUESTS, self.host.arrivals() - leaving])
         self.world.close()
         if self.meeting is not None:
             self.meeting.close()
@@ -99,10 +102,16 @@ class Membership:
         _end_after_loss(self.send, names, str(loss))
 
 
-def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> None:
+def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> NoReturn:
     """Checkpoints are complete or absent, so a process may end anywhere, in any thread."""
-    send([LOST, list(names), cause])
+    _report(send, [LOST, list(names), cause])
     os._exit(LOST_PEER)
+
+
+def _report(send: Send, row: list[object]) -> None:
+    """Tell the supervisor, if it still runs. Without it, this process has all the more reason to end."""
+    with suppress(OSError):
+        send(row)
 
 
 def facts_of(config: RunConfig, digests: JsonMapping, seat: Seat) -> JsonObject:
@@ -156,11 +165,17 @@ def host_membership(seat: Seat, backend: Backend, facts: JsonObject, own: Member
     meeting = backend.host_meeting(seat.address, seat.descriptor, seat.name, seat.timeout_seconds, facts)
     guests = meeting.members(seat.guests, seat.wait_seconds) if seat.wait_seconds else []
     members = with_own_names([own, *guests])[:num_slots]
-    send([GUESTS, len(members) - 1])
+    _report(send, [GUESTS, len(members) - 1])
     world: World = SingleProcess(num_slots)
     if len(members) > 1:
         on_lost = _on_lost(seat, send)
-        world = meeting.form(members, shares_of(members, num_slots), on_lost)
+        try:
+            world = meeting.form(members, shares_of(members, num_slots), on_lost)
+        except PeerLost as loss:
+            names = meeting.lost_names()
+            if not names:  # all are there, but cannot connect: the next group does not wait for them
+                _report(send, [GUESTS, 0])
+            _end_after_loss(send, names, str(loss))
     return Membership(world, members, meeting, meeting, send)
 
 
@@ -172,6 +187,8 @@ def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, se
         try:
             world = meeting.join(own, _on_lost(seat, send))
             return Membership(world, (), meeting, send=send)
+        except FormingFailed as loss:
+            _end_after_loss(send, meeting.lost_names(), str(loss))
         except PeerLost:  # the host forms another world
             meeting.close()
             if parent_is_gone():

@@ -9,7 +9,6 @@ them. torch's own rendezvous is not used, because it unpickles what it finds in 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,13 +18,14 @@ from typing import Any
 from macbook_optimization.children import parent_is_gone
 from macbook_optimization.json_types import JsonObject
 from trm.backends.pytorch.watchdog import Watchdog
-from trm.backends.pytorch.world import c10d, gloo_world
-from trm.backends.world import Address, Member, OnLost, PeerLost, Place, World
+from trm.backends.pytorch.world import c10d, gloo_world, within
+from trm.backends.world import Address, FormingFailed, Member, OnLost, PeerLost, Place, World
 
 POLL_SECONDS = 0.1
 NEWCOMERS_SECONDS = 0.5  # between two checks of who has arrived
 WAIT_SECONDS = 1.0  # for the host, between two checks whether anybody waits for this process
-SURVIVORS_SECONDS = 3.0  # to report after a connection was lost
+SURVIVORS_SECONDS = 3.0  # to show a sign of life after a connection was lost; there is one per second
+INTRODUCTION_SECONDS = 2.0  # between the arrival of a guest and its description
 Connect = Callable[[Any, Place], World]  # connects the ranks of a world, which find each other in a store
 _WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a machine that is gone
 
@@ -41,6 +41,7 @@ class _Meeting:
         self.watchdog: Watchdog | None = None
         self.connect: Connect = gloo_world  # another backend has one of its own
         self.names: list[str] = []  # by rank, once the world is formed
+        self.beats: list[str] = []  # likewise, the keys of heartbeats
         self.rank = 0
 
     def _start_watchdog(self, key: str, on_lost: OnLost) -> None:
@@ -52,27 +53,44 @@ class _Meeting:
         """Connect to the others. Arrival 0 is the host; ranks are in the order of `group`."""
         arrivals: list[int] = group["arrivals"]
         self.names = group["names"]
+        self.beats = [_beat(each) for each in arrivals]
         self.rank = arrivals.index(arrival)
         assert self.watchdog is not None
-        peers = zip(arrivals, self.names, strict=True)
-        self.watchdog.watch({_beat(each): name for each, name in peers if each != arrival})
+        peers = zip(self.beats, self.names, strict=True)
+        self.watchdog.watch({beat: name for beat, name in peers if beat != _beat(arrival)})
         place = Place(
             self.rank, tuple(group["shares"]), arrivals.index(0), local, before_closing=self.watchdog.stop
         )
-        return self.connect(client(self.address, self.timeout_seconds), place)
+        try:
+            return self.connect(client(self.address, self.timeout_seconds), place)
+        except PeerLost as loss:
+            raise FormingFailed(str(loss)) from loss
 
     def lost_names(self) -> list[str]:
-        """Return who is gone after a lost connection: every process that still runs reports to the store."""
+        """Return who is gone after a lost connection.
+
+        A process that has noticed the loss reports to the store before it ends. Another one may still
+        compute; then its heartbeats go on.
+        """
         deadline = time.monotonic() + SURVIVORS_SECONDS
         try:
             self.store.set(f"survivor/{self.rank}", "")
-            missing = list(range(len(self.names)))
+            before = {rank: self._count(rank) for rank in range(len(self.names))}
+            missing = list(before)
             while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self.store.check([f"survivor/{rank}"])]
+                missing = [rank for rank in missing if not self._lives(rank, before[rank])]
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store is gone
             return [self.host]
         return [self.names[rank] for rank in missing]
+
+    def _lives(self, rank: int, count: int) -> bool:
+        reported: bool = self.store.check([f"survivor/{rank}"])
+        return reported or self._count(rank) > count
+
+    def _count(self, rank: int) -> int:
+        found: int = self.store.add(self.beats[rank], 0)
+        return found
 
     def close(self) -> None:
         if self.watchdog is not None:
@@ -97,6 +115,7 @@ class Host(_Meeting):
         )
         self.store.set("facts", json.dumps(facts))
         self.num_known = 0  # guests when the world was formed
+        self.present: list[int] = []  # those of them that have described themselves
         self.asked_at = time.monotonic()
 
     def arrivals(self) -> int:
@@ -110,20 +129,29 @@ class Host(_Meeting):
         if now - self.asked_at < NEWCOMERS_SECONDS:
             return False
         self.asked_at = now
-        return self.arrivals() > self.num_known
+        late = set(range(1, self.num_known + 1)) - set(self.present)
+        return self.arrivals() > self.num_known or any(map(self._is_described, late))
+
+    def _is_described(self, arrival: int) -> bool:
+        found: bool = self.store.check([_description(arrival)])
+        return found
 
     def members(self, number: int, wait_seconds: float) -> list[Member]:
         deadline = time.monotonic() + wait_seconds
         while self.arrivals() < number and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         self.num_known = self.arrivals()
-        present = range(1, self.num_known + 1)
-        return [Member(**json.loads(self.store.get(f"arrival/{number}"))) for number in present]
+        arrived = range(1, self.num_known + 1)
+        deadline = time.monotonic() + INTRODUCTION_SECONDS  # a guest may have ended in between
+        while not all(map(self._is_described, arrived)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self.present = [each for each in arrived if self._is_described(each)]
+        return [Member(**json.loads(self.store.get(_description(each)))) for each in self.present]
 
     def form(self, members: Sequence[Member], shares: Sequence[int], on_lost: OnLost) -> World:
         """Form the world of these machines: the host first, then guests in the order of their arrival."""
         group = {
-            "arrivals": list(range(len(members))),
+            "arrivals": [0, *self.present][: len(members)],
             "names": [member.name for member in members],
             "shares": list(shares),
         }
@@ -145,12 +173,12 @@ class Guest(_Meeting):
         """Announce this machine, and wait until the host forms a world with it."""
         try:
             arrival = self.store.add("arrivals", 1)
-            self.store.set(f"arrival/{arrival}", json.dumps(asdict(member)))
+            self.store.set(_description(arrival), json.dumps(asdict(member)))
+            self._start_watchdog(_beat(arrival), on_lost)  # the host may be lost before it forms a world
             self._wait_for("group")
             group = json.loads(self.store.get("group"))
             if arrival not in group["arrivals"]:  # the host is training; it will end this world soon
                 self._wait_for("never")
-            self._start_watchdog(_beat(arrival), on_lost)
             return self._world(group, arrival, self.local)
         except RuntimeError as error:  # the store is gone
             raise PeerLost(f"{self.host} has ended this world") from error
@@ -169,29 +197,27 @@ def _beat(arrival: int) -> str:
     return f"beat/{arrival}"
 
 
+def _description(arrival: int) -> str:
+    return f"arrival/{arrival}"
+
+
 def client(address: Address, timeout_seconds: float) -> Any:
     """Connect to the store of the host; raise `PeerLost` if it does not answer.
 
     torch waits for ever for a machine that accepts a connection and then disappears.
     """
-    answer: list[Any] = []
 
-    def attempt() -> None:
-        try:
-            options = {"is_master": False, "wait_for_workers": False, "use_libuv": False}
-            timeout = timedelta(seconds=timeout_seconds)
-            store = c10d.TCPStore(address.host, address.port, timeout=timeout, **options)
-            store.set_timeout(_WAIT)
-            answer.append(store)
-        except RuntimeError as error:
-            answer.append(error)
+    def connect() -> Any:
+        options = {"is_master": False, "wait_for_workers": False, "use_libuv": False}
+        timeout = timedelta(seconds=timeout_seconds)
+        store = c10d.TCPStore(address.host, address.port, timeout=timeout, **options)
+        store.set_timeout(_WAIT)
+        return store
 
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(timeout_seconds + 1)
-    if answer and not isinstance(answer[0], RuntimeError):
-        return answer[0]
-    raise PeerLost(f"{address} does not answer") from (answer[0] if answer else None)
+    try:
+        return within(timeout_seconds + 1, connect)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerLost(f"{address} does not answer") from error
 
 
 def host_meeting(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, distributed
 
 from trm.backends.pytorch.device import to_tensor
-from trm.backends.world import PeerLost, Place
+from trm.backends.world import CLOSED_PORTS, PeerLost, Place
 
 c10d: Any = distributed  # its type hints lack most of what it has
-HANG_SECONDS = 3600.0  # until a process that lives but takes no part is given up; heartbeats find dead ones
+FORMING_SECONDS = 60.0  # until all have connected
+HANG_SECONDS = 86400.0  # until a process that lives but takes no part is given up; heartbeats find dead ones
 CLOSING_SECONDS = 30.0
 _CPU = torch.device("cpu")  # where gloo reads and writes
 
@@ -30,9 +32,14 @@ def gloo_world(store: Any, place: Place) -> GlooWorld:
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=place.address)]
     options._timeout = timedelta(seconds=HANG_SECONDS)
+
+    def connect() -> Any:
+        return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), place.rank, len(place.shares), options)
+
     try:
-        store = c10d.PrefixStore("gloo", store)
-        group = c10d.ProcessGroupGloo(store, place.rank, len(place.shares), options)
+        group = within(FORMING_SECONDS, connect)
+    except TimeoutError:
+        raise PeerLost(CLOSED_PORTS) from None
     except RuntimeError as error:
         raise PeerLost(_reason(error)) from error
     return GlooWorld(place.rank, place.shares, place.writer, group, place.before_closing)
@@ -126,6 +133,30 @@ class GlooWorld:
         """Wait for the others, so that none of them loses this process while it still needs it."""
         self.before_closing()
         self._maximum([0], CLOSING_SECONDS)
+
+
+def within(seconds: float, connect: Callable[[], Any]) -> Any:
+    """Return the result of `connect`, or raise its `RuntimeError`; after so many seconds, a `TimeoutError`.
+
+    torch may wait for ever, or has one time limit for connecting and for all that follows. So a thread waits,
+    and is left behind: a process that cannot reach another one soon ends.
+    """
+    answer: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            answer.append(connect())
+        except RuntimeError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answer:
+        raise TimeoutError
+    if isinstance(answer[0], RuntimeError):
+        raise answer[0]
+    return answer[0]
 
 
 def _wait(start: Callable[[], Any]) -> None:
