@@ -46,6 +46,7 @@ _OOM_PHRASES = (
 _NOT_OOM_SIGNALS = (signal.SIGILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_LINES_SECONDS = 2.0  # a process that the child has left behind may keep standard error open
 _SAME_SIGNAL_SECONDS = 0.2  # `timeout` and some terminals send one signal twice
+_LAST_CHANCE_SECONDS = 3.0  # after a second signal; a child that waits in a library runs no handler
 
 
 class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides whether it is an error
@@ -96,7 +97,8 @@ class ChildOptions(TypedDict, total=False):
     child is silent and ends with its parent. `timeout_seconds`: kill it after this time (default: never).
     `inherited`: file descriptors that it keeps open while it lives. `write_line`: receives the lines that a
     child in front writes to standard error, which then do not reach the terminal directly. `on_start`:
-    receives its PID.
+    receives its PID. `on_stop`: called when a signal that stops is passed on to it; after the second one,
+    it is killed unless it ends within a few seconds.
     """
 
     in_front: bool
@@ -104,6 +106,7 @@ class ChildOptions(TypedDict, total=False):
     inherited: Sequence[int]
     write_line: Write | None
     on_start: Callable[[int], None]
+    on_stop: Callable[[], None]
 
 
 def run_in_child(
@@ -136,9 +139,13 @@ def run_in_child(
     )
     os.close(write_end)
     options.get("on_start", int)(child.pid)
-    timeout = _Timeout(child, options.get("timeout_seconds"))
+    timeout_seconds = options.get("timeout_seconds")
+    timeout = _Timeout(child, timeout_seconds or 0.0)
+    if timeout_seconds is not None:
+        timeout.start()
     try:
-        signals = _forwarded_signals(child) if in_front else nullcontext()
+        on_stop = options.get("on_stop", lambda: None)
+        signals = _forwarded_signals(child, on_stop) if in_front else nullcontext()
         lines = nullcontext() if write_line is None else _copied_lines(child, write_line)
         with os.fdopen(read_end, encoding="utf-8") as messages, signals, lines:
             _send(child, arguments)
@@ -170,14 +177,17 @@ def _copied_lines(child: subprocess.Popen[str], write_line: Write) -> Iterator[N
 
 
 class _Timeout:
-    """Kills the child after `seconds`; None means never."""
+    """Kills the child some seconds after the start."""
 
-    def __init__(self, child: subprocess.Popen[str], seconds: float | None) -> None:
+    def __init__(self, child: subprocess.Popen[str], seconds: float) -> None:
         self.child = child
         self.has_expired = False
-        self.timer = threading.Timer(seconds or 0, self._expire)
+        self.timer = threading.Timer(seconds, self._expire)
         self.timer.daemon = True
-        if seconds is not None:
+
+    def start(self) -> None:
+        """Start the timer, unless it has been started."""
+        if self.timer.ident is None:
             self.timer.start()
 
     def _expire(self) -> None:
@@ -233,18 +243,24 @@ class _LastSignal:
 
 
 @contextmanager
-def _forwarded_signals(child: subprocess.Popen[str]) -> Iterator[None]:
+def _forwarded_signals(child: subprocess.Popen[str], on_stop: Callable[[], None]) -> Iterator[None]:
     """Pass signals that stop or pause this process on to the child."""
     last = _LastSignal()
+    last_chance = _Timeout(child, _LAST_CHANCE_SECONDS)
 
     def forward(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        is_first = last.number == 0
         is_repeated = number == last.number and now - last.time < _SAME_SIGNAL_SECONDS
         last.number = number
         last.time = now
-        if not is_repeated:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, number)
+        if is_repeated:
+            return
+        on_stop()
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+        if not is_first:
+            last_chance.start()
 
     def pause(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
@@ -262,6 +278,7 @@ def _forwarded_signals(child: subprocess.Popen[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        last_chance.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -46,6 +46,12 @@ def hang(send):
     time.sleep(60)
 
 
+def hang_in_a_library(send):
+    """Wait where no handler of Python's runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hang(send)
+
+
 def environment(name, send):
     return os.environ.get(name)
 
@@ -132,6 +138,28 @@ def test_a_silent_child_ends_with_its_interrupted_parent():
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=20)
     psutil.wait_procs([child], timeout=5)
+    assert not child.is_running()
+
+
+@pytest.mark.slow
+def test_a_second_stop_ends_a_child_that_does_not_react():
+    code = (
+        "from macbook_optimization.children import ChildDied, run_in_child\n"
+        "try:\n"
+        "    run_in_child('test_children:hang_in_a_library', {}, in_front=True,\n"
+        "                 on_stop=lambda: print('stop'), on_row=lambda pid: print(pid, flush=True))\n"
+        "except ChildDied as death:\n"
+        "    print(death.code)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((os.path.dirname(__file__), *sys.path))}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=variables, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGINT)
+    time.sleep(4.0)
+    assert child.is_running()  # one request to stop may take its time
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=20)
+    assert output.split() == ["stop", "stop", str(-signal.SIGKILL)]
     assert not child.is_running()
 
 

@@ -151,7 +151,7 @@ class Trainer:
                 self._run_due_tasks(stop)  # evaluate, save, cool down
                 self.together.agree(self._wishes(limits), stop)
                 reason = self._reason_to_stop()
-                if reason is not None and self._saved_at_end(stop):
+                if reason is not None and self._saved_at_end(reason, stop):
                     break
                 self.together.check_agreed(stop)
                 if self.together.waits(self.resources.power, self.state.step, stop):
@@ -326,10 +326,17 @@ class Trainer:
         saved = state.saved(self.elapsed(), self.evaluator.evaluated, self.best.row)
         return self.checkpointer.save(state.step, state.learner.state(), saved)
 
-    def _saved_at_end(self, stop: StopRequest) -> bool:
-        """Return whether the run may end: after non-finite weights it continues from the last good ones."""
+    def _saved_at_end(self, reason: str, stop: StopRequest) -> bool:
+        """Return whether this start may end.
+
+        After non-finite weights it continues from the last good ones. If the disk is full, machines that
+        arrive wait, and those who are here train.
+        """
         try:
-            self.checkpointer.save_or_wait(self._save, partial(self.together.check, stop))
+            if reason == REGROUPING and not self._save():
+                self.together.check_parents()
+                return False
+            self.checkpointer.save_or_wait(self._save, partial(self.together.check_host, stop))
         except NonFiniteError as error:
             self._roll_back(error)
             return False

@@ -26,7 +26,7 @@ from trm.plan import Plan
 from trm.planning.device_choice import Place, recipe_at
 from trm.planning.planner import Planner
 from trm.runs.directory import Run, begin, open_run
-from trm.runs.events import DataOpened, DeviceRejected, LimitsSet, StageChanged
+from trm.runs.events import DataOpened, DeviceRejected, LimitsSet, StageChanged, Stopped
 from trm.tasks.base import Task
 from trm.tasks.dataset import SPLITS, Split, complete_spec, open_split
 from trm.tasks.registry import load_task
@@ -158,7 +158,7 @@ def train_with_others(
         with stop_signals() as stop, trainer.resources, profiler or nullcontext():
             outcome = trainer.run(limits, stop)
             membership.close(leaving=trainer.together.agreed.leave)
-        return _as_seen_here(outcome, here, stop)
+        return _as_seen_here(outcome, trainer, stop)
     except PeerLost as loss:
         membership.end_after_loss(loss)
         raise
@@ -182,7 +182,8 @@ def _membership(
 
 def _connect(trainer: Trainer, membership: Membership) -> None:
     together = trainer.together
-    together.has_newcomers = membership.has_newcomers
+    # While nothing can be saved, a new group would lose steps; those who have arrived wait.
+    together.has_newcomers = lambda: trainer.checkpointer.failed_at is None and membership.has_newcomers()
     if membership.members:
         names = [member.name for member in membership.members]
         together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
@@ -209,10 +210,20 @@ def _begin(trainer: Trainer, plan: Plan, limits: Limits, here: Surroundings) -> 
     log.write("hardware.json", json.dumps(describe_machine(), indent=2))
 
 
-def _as_seen_here(outcome: Outcome, here: Surroundings, stop: StopRequest) -> Outcome:
-    """Return the outcome; a guest that was asked to stop has left, whatever the others do."""
-    leaves = outcome.reason == REGROUPING and not here.writes and stop.requested
-    return replace(outcome, reason=LEFT) if leaves else outcome
+def _as_seen_here(outcome: Outcome, trainer: Trainer, stop: StopRequest) -> Outcome:
+    """Return the outcome on this machine, which ends if a stop arrived after the last agreement.
+
+    A guest that was asked to stop has left, whatever the others do; without the host, they wait for it.
+    """
+    if outcome.reason != REGROUPING or not stop.requested:
+        return outcome
+    if not trainer.log.writes:
+        return replace(outcome, reason=LEFT)
+    if not stop.arrived:  # the supervisor has ended
+        return outcome
+    peak = trainer.tuner.read_peak()
+    trainer.log.event(Stopped("interrupted", outcome.step, outcome.seconds, peak))
+    return replace(outcome, reason="interrupted")
 
 
 class _Place(NamedTuple):

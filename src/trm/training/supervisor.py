@@ -139,6 +139,8 @@ def supervise(job: Job, limits: Limits, lock: int | None = None) -> Outcome:
                 open_splits(job.config, load_task(job.config.task))
             plan = _tuned(job, plan, plan_before)
             if death.code in LOST_PEER_CODES:  # which is not a death of this machine's making
+                if death.signal == signal.SIGALRM and job.hosting is not None:
+                    job.hosting.not_formed(RunLog(job.run, job.planner.display))
                 continue
             history = history.at(job.run.checkpoints().newest_step())
             deterministic = job.config.training.deterministic
@@ -187,24 +189,40 @@ def run_trainer(
     inherited: tuple[int, ...] = (),
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> Outcome:
-    """Run one trainer to its end. Its messages and signals are those of this process."""
+    """Run one trainer to its end. Its messages and signals are those of this process.
+
+    Raise `KeyboardInterrupt` if it was told to stop, but has lost other machines, or waited for them until it
+    was killed: then it could not react.
+    """
     display.status("Starting the trainer", plain=True)
     how = plan.execution
-    facts: JsonObject = run_in_child(
-        "trm.training.start:train_in_child",
-        {**arguments, "plan": plan.to_json()},
-        on_row=on_row,
-        environment={
-            **environment(how.threads, compact=how.allocator == "compact"),
-            **compiler_cache(),
-            **(QUIET_ENVIRONMENT if arguments["start"]["seat"] else {}),  # a lost connection is no surprise
-        },
-        in_front=True,
-        write_line=None if sys.stderr is None else sys.stderr.write,
-        inherited=inherited,
-        on_start=on_start,
-    )
-    return Outcome(**{**facts, "run": Path(facts["run"])})
+    in_a_group = arguments["start"]["seat"] is not None
+    variables = {
+        **environment(how.threads, compact=how.allocator == "compact"),
+        **compiler_cache(),
+        **(QUIET_ENVIRONMENT if in_a_group else {}),  # a lost connection is no surprise
+    }
+    stops: list[float] = []
+    try:
+        facts: JsonObject = run_in_child(
+            "trm.training.start:train_in_child",
+            {**arguments, "plan": plan.to_json()},
+            on_row=on_row,
+            environment=variables,
+            in_front=True,
+            write_line=None if sys.stderr is None else sys.stderr.write,
+            inherited=inherited,
+            on_start=on_start,
+            on_stop=lambda: stops.append(time.monotonic()),
+        )
+    except ChildDied as death:
+        if stops and death.code in (*LOST_PEER_CODES, -signal.SIGKILL):
+            raise KeyboardInterrupt from None
+        raise
+    outcome = Outcome(**{**facts, "run": Path(facts["run"])})
+    if stops and outcome.reason == REGROUPING:  # it arrived after the last agreement
+        raise KeyboardInterrupt
+    return outcome
 
 
 def _carry_out(job: Job, decision: Decision, death: ChildDied) -> tuple[Plan, History]:

@@ -59,14 +59,15 @@ class Together:
     def agree(self, wishes: Wishes, stop: StopRequest) -> Wishes:
         """Return the combined requests of all ranks, with stop requests and arriving machines included.
 
-        If the supervisor of the host has ended, the others wait until it is started again.
+        If the supervisor of the host has ended, the others wait until it is started again. A stop takes
+        precedence over a machine that has just arrived.
         """
         writes = self.world.writes
-        requested = not self.is_alone and stop.requested
+        abandoned = not self.is_alone and stop.requested and not stop.arrived
         own = wishes._replace(
-            stop=int(writes and requested and stop.arrived),
-            leave=int(requested and not writes),
-            regroup=int(writes and (self.has_newcomers() or (requested and not stop.arrived))),
+            stop=int(writes and stop.arrived),
+            leave=int(not writes and stop.requested),
+            regroup=int(writes and (self.has_newcomers() or abandoned)),
         )
         computed = [0] * self.world.size
         computed[self.world.rank] = round(1e6 * self.computed_seconds)
@@ -99,6 +100,13 @@ class Together:
             return
         self.agree(Wishes(), stop)
         self.check_agreed(stop)
+
+    def check_host(self, stop: StopRequest) -> None:
+        """Raise `Interrupted` on all ranks if a stop is requested on the host. Nobody can leave meanwhile."""
+        if self.is_alone:
+            stop.check()
+        elif self.agree(Wishes(), stop).stop:
+            raise Interrupted
 
     def check_alone(self, stop: StopRequest) -> None:
         """Check where other ranks do not: with several of them, a request waits for the next agreement."""

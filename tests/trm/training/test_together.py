@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,10 @@ from trm.tasks.registry import load_task
 from trm.training import start
 from trm.training.log import RunLog
 from trm.training.loop import Limits
-from trm.training.machines import efficiency, with_own_names
+from trm.training.machines import Membership, efficiency, with_own_names
 from trm.training.shares import largest_remainder, shares_of, split_slots
 from trm.training.signals import StopRequest
-from trm.training.together import REGROUPING
+from trm.training.together import LEFT, REGROUPING
 from trm.training.tuner import Tuner
 
 EARLIER = Path(__file__).parents[2] / "fixtures" / "earlier"
@@ -255,6 +256,48 @@ def test_a_request_to_stop_ends_all_ranks_after_the_same_step(tmp_path, dataset,
     assert ("stopped" in names) == (reason == "interrupted")
 
 
+def test_a_stop_at_a_host_that_trains_alone_takes_precedence_over_a_machine_that_arrives(tmp_path, dataset):
+    def prepare(trainer, stop):
+        wishes = trainer._wishes
+
+        def stop_after_four_steps(limits):
+            stop.arrived = trainer.state.step == 4
+            return wishes(limits)
+
+        trainer._wishes = stop_after_four_steps
+        trainer.together.has_newcomers = lambda: trainer.state.step == 4
+
+    _, outcomes = train_ranks(recipe(dataset), tmp_path / "run", (6,), prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("interrupted", 4)}
+
+
+@pytest.mark.parametrize(("stopped", "reasons"), [(0, ["interrupted", REGROUPING]), (1, [REGROUPING, LEFT])])
+def test_a_stop_after_the_last_agreement_ends_training_on_that_machine(tmp_path, dataset, stopped, reasons):
+    stops = {}
+
+    def prepare(trainer, stop):
+        stops[trainer.state.world.rank] = stop
+        if trainer.state.world.writes:
+            trainer.together.has_newcomers = lambda: trainer.state.step == 4
+        if trainer.state.world.rank == stopped:
+            save = trainer._save
+
+            def save_and_stop():
+                stop.arrived = trainer.state.step == 4
+                return save()
+
+            trainer._save = save_and_stop
+
+    trainers, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {(REGROUPING, 4)}
+    places = zip(trainers, outcomes, strict=True)
+    found = [start._as_seen_here(outcome, each, stops[each.state.world.rank]) for each, outcome in places]
+    assert [outcome.reason for outcome in found] == reasons
+    events = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
+    assert (events[-1] == "stopped") == (stopped == 0)
+
+
+@pytest.mark.slow
 def test_rows_say_how_long_all_others_waited_for_a_rank(tmp_path, dataset):
     config = recipe(dataset, training__max_steps=6)
 
@@ -262,12 +305,12 @@ def test_rows_say_how_long_all_others_waited_for_a_rank(tmp_path, dataset):
         names = ("fast", "slow", "fast too")
         trainer.together.on_waited = lambda rank, seconds: trainer.log.count_waiting(names[rank], seconds)
         if trainer.state.world.rank == 1:
-            before_step(trainer, dict.fromkeys((2, 3, 4), lambda trainer: time.sleep(0.2)))
+            before_step(trainer, dict.fromkeys((2, 3, 4), lambda trainer: time.sleep(1.0)))
 
     train_ranks(config, tmp_path / "run", (2, 2, 2), prepare=prepare)
     rows = [row for row in Run(tmp_path / "run").rows() if row["kind"] == "train"]
     seconds = [row.get("waited_for", {}) for row in rows]
-    assert 0.4 < sum(each.get("slow", 0.0) for each in seconds) < 5.0
+    assert 2.0 < sum(each.get("slow", 0.0) for each in seconds) < 25.0
     (machine,) = [each for each in machines_of(read_history(Run(tmp_path / "run"))) if each.name == "slow"]
     assert machine.waited_seconds == pytest.approx(sum(each.get("slow", 0.0) for each in seconds))
 
@@ -320,6 +363,76 @@ def test_a_full_disk_at_the_writer_lets_all_ranks_wait_and_save_at_last(tmp_path
     names = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
     assert "not saved" in names
     assert "saved again" in names
+
+
+class Arrivals:
+    """The store of a host: a guest has arrived."""
+
+    def has_newcomers(self):
+        return True
+
+
+def refuse_saves_while(trainer, is_full):
+    manager = trainer.checkpointer.manager.manager
+    save = manager.save
+
+    def refuse(*arguments):
+        if is_full():
+            raise CheckpointError("No space left on device")
+        return save(*arguments)
+
+    manager.save = refuse
+
+
+def test_a_machine_that_arrives_while_the_disk_is_full_waits_and_the_others_train(
+    tmp_path, dataset, monkeypatch
+):
+    monkeypatch.setattr("trm.training.checkpointing.RETRY_SECONDS", 0.2)
+    attempts = []
+
+    def prepare(trainer, stop):
+        start._connect(trainer, Membership(trainer.state.world, host=Arrivals()))
+        if trainer.state.world.writes:
+
+            def is_full():
+                attempts.append(trainer.state.step)
+                return len(attempts) < 40 and trainer.state.step < 12
+
+            refuse_saves_while(trainer, is_full)
+            trainer.together.has_newcomers = partial(_from_step, 4, trainer, trainer.together.has_newcomers)
+
+    _, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
+    assert {outcome.reason for outcome in outcomes} == {REGROUPING}
+    assert {outcome.step for outcome in outcomes} <= set(range(12, 20))
+    assert attempts[0] == 4
+    assert Run(tmp_path / "run").checkpoints().newest_step() == outcomes[0].step
+
+
+def _from_step(step, trainer, has_newcomers):
+    return trainer.state.step >= step and has_newcomers()
+
+
+def test_a_guest_that_wants_to_leave_does_not_end_the_wait_for_room(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr("trm.training.checkpointing.RETRY_SECONDS", 0.4)
+    attempts = []
+    requests = {}
+
+    def prepare(trainer, stop):
+        requests[trainer.state.world.rank] = stop
+        if trainer.state.world.writes:
+
+            def is_full():
+                attempts.append(trainer.state.step)
+                requests[1].arrived = True
+                return len(attempts) <= 2
+
+            refuse_saves_while(trainer, is_full)
+
+    config = recipe(dataset, training__max_steps=6)
+    _, outcomes = train_ranks(config, tmp_path / "run", prepare=prepare)
+    assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("max_steps", 6)}
+    assert len(attempts) == 3
+    assert Run(tmp_path / "run").checkpoints().newest_step() == 6
 
 
 def test_a_run_of_an_earlier_version_resumes_on_two_ranks(tmp_path, monkeypatch):
