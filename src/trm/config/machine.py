@@ -46,7 +46,7 @@ class PlanSettings(Section):
     Linux)."""
     peer_timeout_seconds: Annotated[Positive, Field(le=86400)] = 60.0
     """Seconds without a sign of life until another machine counts as lost (`trm train --listen`). A machine
-    that computes, evaluates or waits for disk space shows signs of life, however long that takes."""
+    that computes, evaluates or waits for disk space shows signs of life, for up to a day."""
     report: bool = True
     """Write `report.html` into the run when training ends by itself; pictures of answers are added after more
     than a minute of training."""

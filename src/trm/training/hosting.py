@@ -135,7 +135,7 @@ def parse_address(text: str, *, allow_public: bool, default_port: int = DEFAULT_
     if address.is_global and not allow_public:
         raise ConfigError(
             f"{address} is a public address; whoever reaches it could take part in the training",
-            hint="Use a cable between the machines, or a tunnel (WireGuard, SSH); --allow-public insists.",
+            hint="Use a cable between the machines, or a tunnel (WireGuard, ssh -w); --allow-public insists.",
         )
     return Address(str(found), port)
 

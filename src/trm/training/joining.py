@@ -30,7 +30,15 @@ from trm.tasks.dataset import complete_spec
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.loop import Limits, Outcome
-from trm.training.machines import LOST, LOST_PEER_CODES, Seat, check_facts, check_version, reach
+from trm.training.machines import (
+    LOST,
+    LOST_PEER_CODES,
+    Seat,
+    check_facts,
+    check_version,
+    other_versions,
+    reach,
+)
 from trm.training.preparation import build_if_missing, check_sizes
 from trm.training.start import Digests, open_splits
 from trm.training.supervisor import GiveUp, History, ProbeFirst, next_plan, run_trainer
@@ -84,6 +92,8 @@ def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _
     train_split, test_split = open_splits(config, task)
     verified = {"train": train_split.digests, "test": test_split.digests}
     check_facts(facts, config, verified)
+    if (different := other_versions(facts)) is not None:
+        display.message(f"warning: {different}")
     display.message(f"Joining {facts['host']}; the dataset is {config.data.path}.")
     hardware = HardwareDetector().detect(with_torch=False)
     planner = Planner(config, complete_spec(task, train_split), hardware, display)
@@ -93,7 +103,8 @@ def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _
     if planner.config.plan.backend != facts["backend"]:
         raise RunError(
             f"{facts['host']} trains with the backend {facts['backend']}, which cannot be used here: "
-            f"{choice.reason}"
+            f"{choice.reason}",
+            hint=f"Train with plan.backend=pytorch on {facts['host']}.",
         )
     return _Guest(planner.config, planner, verified, str(facts["host"]))
 
@@ -114,6 +125,12 @@ def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"{facts['host']} trains the task {config.task}, which is code of its user",
             hint="Only the tasks that ship with this program can be trained on several machines.",
+        )
+    is_own = any(override.startswith("data.path=") for override in overrides)
+    if ".." in config.data.path.parts and not is_own:
+        raise ConfigError(
+            f"{facts['host']} names the dataset {config.data.path}, which is not below this directory",
+            hint="Name its place on this machine with data.path=DIRECTORY.",
         )
     return config
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 from macbook_optimization.children import Send, parent_is_gone
 from macbook_optimization.errors import DataError, RunError
 from macbook_optimization.json_types import JsonMapping, JsonObject
-from trm.backends.base import Backend, Learner, Program
+from trm.backends.base import LIBRARIES, Backend, Learner, Program
 from trm.backends.world import (
     Address,
     FormingFailed,
@@ -136,6 +136,23 @@ def check_version(facts: JsonObject) -> None:
             f"{facts['host']} runs version {facts['program']} of this program, and this machine {own}",
             hint="Install the same version on both machines.",
         )
+
+
+def other_versions(facts: JsonObject) -> str | None:
+    """Return which libraries of the host have another version here, and what may follow; None if none has."""
+    backend = facts["backend"]
+    own = versions(backend)
+    theirs = facts["versions"]
+    names = [each for each in (LIBRARIES[backend], "numpy") if _public(own[each]) != _public(theirs[each])]
+    if not names:
+        return None
+    here, there = (" and ".join(f"{each} {found[each]}" for each in names) for found in (own, theirs))
+    return f"{facts['host']} has {there}, and this machine {here}; they may round differently."
+
+
+def _public(version: str) -> str:
+    """Return a version without the build (`+cpu`), which differs between platforms."""
+    return version.partition("+")[0]
 
 
 def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:

@@ -1,7 +1,9 @@
 """Addresses, seats and what a machine that joins accepts."""
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tiny import run_config, sudoku_dataset
@@ -21,6 +23,7 @@ from trm.training.machines import (
     check_token,
     facts_of,
     local_address,
+    other_versions,
 )
 from trm.training.start import open_splits
 
@@ -76,9 +79,9 @@ def test_a_public_address_can_be_insisted_on_but_not_every_interface():
 def test_a_host_listens_at_its_address_only_and_stops_at_the_end():
     with listening("127.0.0.1:0", 5.0, allow_public=False) as hosting:
         assert local_address(hosting.address) == "127.0.0.1"
-        other = Address("127.0.0.2", hosting.address.port)
-        with pytest.raises(ConnectionRefusedError):
-            local_address(other)
+        if sys.platform != "darwin":  # there, 127.0.0.1 is the only address of the loopback interface
+            with pytest.raises(ConnectionRefusedError):
+                local_address(Address("127.0.0.2", hosting.address.port))
         again = listening(str(hosting.address), 5.0, allow_public=False)
         with pytest.raises(ConfigError, match="Cannot listen"), again:
             pass
@@ -184,6 +187,26 @@ def test_a_guest_runs_no_code_that_the_host_names(dataset):
     facts["recipe"]["task"] = "/tmp/task.py"
     with pytest.raises(ConfigError, match="code of its user"):
         guest_config(facts, [])
+
+
+def test_a_guest_looks_for_data_below_its_directory_unless_it_names_a_place_itself(dataset):
+    facts, _ = facts_and_digests(run_config(dataset))
+    facts["recipe"]["data"]["path"] = "../../set"
+    with pytest.raises(ConfigError, match="not below this directory"):
+        guest_config(facts, [])
+    assert guest_config(facts, ["data.path=../set"]).data.path == Path("../set")
+
+
+def test_other_versions_of_libraries_are_named_with_those_of_both_machines(dataset):
+    facts, _ = facts_and_digests(run_config(dataset))
+    assert other_versions(facts) is None
+    facts["versions"]["torch"] += "+another.build"
+    assert other_versions(facts) is None
+    own = facts["versions"]["numpy"]
+    facts["versions"]["numpy"] = "1.0"
+    assert other_versions(facts) == (
+        f"studio has numpy 1.0, and this machine numpy {own}; they may round differently."
+    )
 
 
 def test_other_data_another_recipe_or_version_are_refused(dataset):
