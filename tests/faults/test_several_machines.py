@@ -1,6 +1,7 @@
 """Whatever happens to one of two machines, training goes on with who is there, or stops on both."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,9 @@ from machines import (
     wait_until,
 )
 from processes import kill, kill_all
+from tiny import TRM
 
 SHORT_TIMEOUT_SECONDS = 1.0
-SLOW_STEPS = (f"plan.peer_timeout_seconds={SHORT_TIMEOUT_SECONDS:g}", "training.effective_batch_size=8000")
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,12 @@ def test_after_the_trainer_of_a_guest_is_killed_both_train_again(both):
     with both.recovery("trainer of a guest killed, both train"):
         both.train_as(2, after=worlds)
     assert len(both.events("machine lost")) == lost + 1
-    assert len(both.events("machine lost")[-1]["machines"]) == 1
+    assert both.events("machine lost")[-1]["machines"] == [guest_in(both, worlds)]
+
+
+def guest_in(machines, num_worlds):
+    """Return the name of the guest in the newest of the first groups."""
+    return machines.events("machines")[num_worlds - 1]["machines"][1]
 
 
 def test_after_the_trainer_of_the_host_is_killed_both_train_again(both):
@@ -62,6 +68,7 @@ def test_after_the_trainer_of_the_host_is_killed_both_train_again(both):
     with both.recovery("trainer of the host killed, both train"):
         wait_until(lambda: both.num_worlds() > worlds)
         both.train_as(2)
+    assert "was killed by SIGKILL" in both.events("restarted")[-1]["cause"]
 
 
 def test_a_guest_that_was_killed_is_named_and_may_come_back(both):
@@ -70,7 +77,7 @@ def test_a_guest_that_was_killed_is_named_and_may_come_back(both):
     kill_all(both.guest)
     with both.recovery("guest killed, the host trains alone"):
         both.train_as(1, after=worlds)
-    assert both.events("machine lost")[-1]["machines"] == [both.events("machines")[worlds - 1]["machines"][1]]
+    assert both.events("machine lost")[-1]["machines"] == [guest_in(both, worlds)]
     both.start_guest()
     with both.recovery("guest started again, both train"):
         both.train_as(2, after=worlds)
@@ -85,11 +92,25 @@ def test_a_frozen_guest_is_left_behind_and_comes_back(both):
     with both.recovery("guest frozen, the host trains alone"):
         both.train_as(1, after=worlds)
     assert time.monotonic() - started > TIMEOUT_SECONDS
-    assert len(both.events("machine lost")[-1]["machines"]) == 1
+    assert both.events("machine lost")[-1]["machines"] == [guest_in(both, worlds)]
     assert f"no sign of life for {TIMEOUT_SECONDS:g} s" in both.events("machine lost")[-1]["cause"]
     trainer.send_signal(signal.SIGCONT)
     with both.recovery("guest continued, both train"):
         both.train_as(2, after=worlds)
+
+
+def test_a_frozen_host_is_noticed_by_the_guest_and_both_train_again(both):
+    worlds = both.num_worlds()
+    noticed = f"The group of machines has changed (no sign of life for {TIMEOUT_SECONDS:g} s)"
+    before = both.log("guest").count(noticed)
+    trainer = trainer_of(both.host)
+    trainer.send_signal(signal.SIGSTOP)
+    with both.recovery("host frozen, the guest notices"):
+        wait_until(lambda: both.log("guest").count(noticed) > before, both.guest)
+    trainer.send_signal(signal.SIGCONT)
+    with both.recovery("host no longer frozen, both train"):
+        both.train_as(2, after=worlds)
+    assert both.guest.poll() is None
 
 
 def test_a_guest_that_is_stopped_leaves_and_the_host_continues(both):
@@ -98,6 +119,7 @@ def test_a_guest_that_is_stopped_leaves_and_the_host_continues(both):
         assert stop(both.guest) == 130
         both.train_as(1, after=worlds)
     assert len(both.events("machine lost")) == lost
+    assert not both.left_over()
     assert "This machine has left" in both.log("guest")
     assert both.events("resumed")[-1]["step"] >= both.events("machines")[worlds - 1]["step"]
 
@@ -139,6 +161,31 @@ def test_a_host_that_is_stopped_stops_all_machines_after_the_same_step(both):
     assert f"The host has stopped the run after step {step}" in both.log("guest")
 
 
+@pytest.mark.parametrize(("timeout_seconds", "signals"), [(TIMEOUT_SECONDS, 1), (600.0, 2)])
+def test_a_host_that_is_stopped_while_it_waits_for_a_frozen_guest_ends(
+    tmp_path, tally, timeout_seconds, signals
+):
+    machines = Machines(tmp_path)
+    machines.tally = tally
+    try:
+        machines.start_host(f"plan.peer_timeout_seconds={timeout_seconds:g}")
+        machines.start_guest()
+        machines.train_as(2)
+        frozen = trainer_of(machines.guest)
+        frozen.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # the host takes no step without it
+        with machines.recovery(f"guest frozen and Ctrl-C at the host ({signals} x), the host ends"):
+            if signals == 2:
+                machines.host.send_signal(signal.SIGINT)
+                time.sleep(1.0)
+            assert stop(machines.host) == 130
+        frozen.send_signal(signal.SIGCONT)
+        assert stop(machines.guest) == 130
+        machines.all_processes_end()
+    finally:
+        machines.close()
+
+
 def test_nothing_listens_without_the_option(tmp_path):
     machines = Machines(tmp_path)
     try:
@@ -166,16 +213,18 @@ def test_the_last_step_ends_the_run_on_both_machines(tmp_path):
 
 @pytest.mark.alone  # with a short timeout, a busy machine is a lost one
 def test_a_step_of_three_times_the_timeout_is_survived_but_not_a_host_that_is_gone(tmp_path, tally):
-    machines = Machines(tmp_path)
+    num_slots = round(2 * 5 * SHORT_TIMEOUT_SECONDS / seconds_per_slot(tmp_path / "alone"))
+    (tmp_path / "both").mkdir()
+    machines = Machines(tmp_path / "both")
     machines.tally = tally
     try:
-        machines.start_host(*SLOW_STEPS)
+        slow = f"training.effective_batch_size={num_slots}"
+        machines.start_host(slow, f"plan.peer_timeout_seconds={SHORT_TIMEOUT_SECONDS:g}")
         machines.start_guest("--wait", "10s")
         wait_until(lambda: machines.num_worlds() and len(machines.events("machines")[-1]["machines"]) == 2)
         worlds, step = machines.num_worlds(), machines.events("machines")[-1]["step"]
         wait_until(lambda: machines.step() >= step + 2)
-        row = machines.run.last_row()
-        seconds = (row["spent"]["forward"] + row["spent"]["backward"]) / row["num_steps"]
+        seconds = computing_seconds(machines)
         slow = tally(f"a step, with a timeout of {SHORT_TIMEOUT_SECONDS:g} s")
         slow.remark(f"{seconds:.1f} s")
         assert slow.add(not machines.events("machine lost"))
@@ -188,6 +237,24 @@ def test_a_step_of_three_times_the_timeout_is_survived_but_not_a_host_that_is_go
         machines.all_processes_end()
     finally:
         machines.close()
+
+
+def seconds_per_slot(directory):
+    """Return what a machine that trains alone computes for a slot of a step."""
+    directory.mkdir()
+    machines = Machines(directory)
+    try:
+        machines.start_host("training.effective_batch_size=200", where=())
+        wait_until(lambda: machines.step() >= 2, machines.host)
+        return computing_seconds(machines) / 200
+    finally:
+        machines.close()
+
+
+def computing_seconds(machines):
+    """Return what the host computed per step, without waiting for others."""
+    row = [row for row in machines.run.rows() if row["kind"] == "train"][-1]
+    return (row["spent"]["forward"] + row["spent"]["backward"]) / row["num_steps"]
 
 
 def test_machines_that_compute_with_mlx_survive_faults_and_stop_together(tmp_path):
@@ -303,7 +370,7 @@ def listening_in(command):
     return {line.split()[3].rpartition(":")[0] for line in lines.splitlines()}
 
 
-def test_after_a_cable_was_pulled_and_put_back_both_train_again(tmp_path, cable, tally):
+def test_a_cable_is_pulled_a_machine_killed_and_at_the_end_the_model_answers(tmp_path, cable, tally):
     machines = Machines(tmp_path, "10.77.0.1", *cable)
     machines.tally = tally
     try:
@@ -321,9 +388,20 @@ def test_after_a_cable_was_pulled_and_put_back_both_train_again(tmp_path, cable,
             machines.train_as(2, after=worlds)
         assert listening_in(cable[0]) == {"10.77.0.1"}
         assert listening_in(cable[1]) == {"10.77.0.2"}
+        worlds = machines.num_worlds()
+        kill_all(machines.guest)
+        machines.train_as(1, after=worlds)
+        machines.start_guest()
+        machines.train_as(2, after=worlds)
         assert stop(machines.host) == 130
         assert machines.guest.wait(60) == 0
         machines.all_processes_end()
         assert listening_in(cable[0]) | listening_in(cable[1]) == set()
+        machines.start_host("--max-steps", str(machines.step() + 50))
+        assert machines.host.wait(120) == 0
+        question = [*cable[0], TRM, "predict", "run", "--example", "0"]
+        host = machines.directory / "host"
+        answer = subprocess.run(question, cwd=host, check=True, capture_output=True, text=True).stdout
+        assert len(re.findall("[1-4]", answer)) >= 16  # a grid of 4 x 4
     finally:
         machines.close()
