@@ -34,6 +34,7 @@ from trm.training.machines import (
     LOST,
     LOST_PEER_CODES,
     Seat,
+    check_backend,
     check_facts,
     check_version,
     other_versions,
@@ -86,6 +87,7 @@ def facts_in_child(seat: JsonMapping, send: Send) -> JsonObject:
 
 def _prepare(facts: JsonObject, overrides: Sequence[str], display: Display) -> _Guest:
     config = guest_config(facts, overrides)
+    check_backend(facts, config)
     task = load_task(config.task)
     build_if_missing(config, task, display)
     display.status("Verifying the dataset")

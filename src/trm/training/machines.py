@@ -155,15 +155,20 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:
-    """Refuse what would not learn the same as the host: another program, recipe or dataset."""
-    check_version(facts)
+def check_backend(facts: JsonObject, config: RunConfig) -> None:
+    """Raise `RunError` unless this machine is to compute with the backend of the host."""
     if config.plan.backend != facts["backend"]:
         raise RunError(
             f"{facts['host']} trains with the backend {facts['backend']}, and this machine with "
             f"{config.plan.backend}; they cannot exchange messages",
             hint=f"Set plan.backend={facts['backend']} on this machine.",
         )
+
+
+def check_facts(facts: JsonObject, config: RunConfig, digests: JsonMapping) -> None:
+    """Refuse what would not learn the same as the host: another program, recipe or dataset."""
+    check_version(facts)
+    check_backend(facts, config)
     theirs = RunConfig.model_validate({**facts["recipe"], "plan": {}, "limits": {}})
     if different := differences(config.what_is_learned(), theirs.what_is_learned()):
         listed = "\n  ".join(different)

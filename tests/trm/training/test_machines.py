@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import run_config, sudoku_dataset
+from tiny import Recorder, run_config, sudoku_dataset
 
 from macbook_optimization.errors import ConfigError, DataError, RunError
 from trm.backends.world import Address
 from trm.config import RunConfig
 from trm.runs.directory import JOIN_TOKEN, Run, begin, open_run
 from trm.tasks.registry import load_task
+from trm.training import joining
 from trm.training.hosting import DEFAULT_PORT, listening, parse_address, split_token, token_of
 from trm.training.joining import guest_config
 from trm.training.machines import (
@@ -166,6 +167,15 @@ def test_a_guest_takes_the_backend_of_the_host_and_another_is_refused(dataset):
     other = guest_config(facts, ["plan.backend=pytorch"])
     with pytest.raises(RunError, match="trains with the backend mlx, and this machine with pytorch"):
         check_facts(facts, other, digests)
+
+
+def test_a_guest_with_another_backend_is_refused_before_it_builds_a_dataset(dataset):
+    pytest.importorskip("mlx.core")
+    facts, _ = facts_and_digests(run_config(dataset, plan__backend="mlx"))
+    facts["recipe"]["data"]["path"] = "absent"
+    with pytest.raises(RunError, match="trains with the backend mlx") as refused:
+        joining._prepare(facts, ["plan.backend=pytorch"], Recorder())
+    assert refused.value.hint == "Set plan.backend=mlx on this machine."
 
 
 def test_a_guest_must_not_change_what_is_learned(dataset):
