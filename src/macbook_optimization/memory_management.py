@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from macbook_optimization.adaptive_length import AdaptiveSequenceLength as AdaptiveSequenceLength
 from macbook_optimization.errors import ConfigError
 from macbook_optimization.hardware_detection import MemorySpecs
 from macbook_optimization.memory_readings import MemoryMonitor as MemoryMonitor
@@ -324,31 +325,3 @@ class MemoryManager:
 def _obtainable(stats: MemoryStats) -> int:
     """Return the memory that this process has or could still get."""
     return stats.available_memory + stats.process_bytes
-
-
-@dataclass(slots=True)
-class AdaptiveSequenceLength:
-    """A sequence length that gets shorter under memory pressure and recovers afterwards.
-
-    Unlike the micro-batch size, the length changes what is learned, so it is only for tasks of variable
-    length that opt in.
-    """
-
-    base_seq_len: int = 512
-    min_seq_len: int = 128
-    shrink_above_percent: float = 85.0
-    grow_below_percent: float = 60.0
-    current_seq_len: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_seq_len <= self.base_seq_len:
-            raise ValueError(f"min_seq_len {self.min_seq_len} is not between 1 and {self.base_seq_len}")
-        self.current_seq_len = self.base_seq_len
-
-    def adjust_for_memory_pressure(self, memory_usage_percent: float) -> int:
-        if memory_usage_percent > self.shrink_above_percent:
-            self.current_seq_len = max(self.min_seq_len, self.current_seq_len * 3 // 4)
-        elif memory_usage_percent < self.grow_below_percent:
-            grown = math.ceil(self.current_seq_len * 1.1)
-            self.current_seq_len = min(self.base_seq_len, grown)
-        return self.current_seq_len

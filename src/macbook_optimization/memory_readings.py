@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from macbook_optimization import macos_readers as macos
+from macbook_optimization.background_monitor import BackgroundMonitor
 from macbook_optimization.hardware_detection import available_memory, linux_memory, macos_memory, on_macos
-from macbook_optimization.resource_monitoring import BackgroundMonitor
 from macbook_optimization.units import KIB
 
 

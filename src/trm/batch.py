@@ -78,6 +78,20 @@ class Batch:
         return None if self.lengths is None else np.argsort(-self.lengths, kind="stable")
 
     @property
+    def puzzle_rows(self) -> IntArray:
+        """The puzzle embedding rows that take part in a step, on all ranks, in ascending order."""
+        everybody = self.all_puzzle_identifiers
+        return np.unique(self.puzzle_identifiers if everybody is None else everybody)
+
+    def first_row(self, owned: slice) -> int:
+        """Return which of a rank's slots the first row belongs to; the others must follow in order."""
+        first = int(self.slots[0])
+        in_order = np.array_equal(self.slots, first + np.arange(len(self)))
+        if not (in_order and owned.start <= first and first + len(self) <= owned.stop):
+            raise ValueError(f"a batch of slots {self.slots} is not a range of {owned.start}:{owned.stop}")
+        return first - int(owned.start)
+
+    @property
     def padding(self) -> BoolArray | None:
         """(n, L), true where a row has no token; None if every row is full."""
         if self.lengths is None:

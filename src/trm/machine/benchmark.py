@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 import numpy as np
 import psutil
 
+from macbook_optimization.background_monitor import BackgroundMonitor
 from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.cpu_optimization import environment, time_products
 from macbook_optimization.errors import AllocationFailed, MemoryBudgetError, RunError
@@ -28,7 +29,7 @@ from macbook_optimization.hardware_detection import HardwareSpecs
 from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.memory_management import peak_bytes
 from macbook_optimization.performance_reporting import available_cores
-from macbook_optimization.resource_monitoring import BackgroundMonitor, other_cpu_percent
+from macbook_optimization.resource_monitoring import other_cpu_percent
 from macbook_optimization.training_config_adapter import PROFILES, Profile, profile_for
 from macbook_optimization.units import MIB
 from trm.backends.base import SingleProcess, StepSettings, load_backend

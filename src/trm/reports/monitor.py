@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from macbook_optimization.background_monitor import BackgroundMonitor
 from macbook_optimization.children import ChildDied, run_in_child
 from macbook_optimization.errors import LaptopError, RunError
 from macbook_optimization.file_errors import hint_for, reason_of
-from macbook_optimization.resource_monitoring import BackgroundMonitor
 from trm.config import RunConfig
 from trm.display import Display
 from trm.reports.diagnosis import Watchdog

@@ -27,12 +27,6 @@ class MicroBatch(NamedTuple):
     noise_seeds: IntArray | None = None
 
 
-def puzzle_rows(batch: Batch) -> IntArray:
-    """Return the puzzle embedding rows that take part in a step, on all ranks, in ascending order."""
-    everybody = batch.all_puzzle_identifiers
-    return np.unique(batch.puzzle_identifiers if everybody is None else everybody)
-
-
 def labelled_places(labels: IntArray) -> IntArray | None:
     """Return the positions (B, M) with labels, which come first in each row; None if M would be nearly all.
 
@@ -63,8 +57,8 @@ class StepArrays:
 
     @classmethod
     def of(cls, learner: MlxLearner, batch: Batch) -> StepArrays:
-        ids = puzzle_rows(batch) if learner.has_puzzle_rows else None
-        first_row = _first_row(batch, owned_slots(learner.world))
+        ids = batch.puzzle_rows if learner.has_puzzle_rows else None
+        first_row = batch.first_row(owned_slots(learner.world))
         return cls(learner, batch, batch.by_length(), first_row, ids, [])
 
     @property
@@ -145,12 +139,3 @@ class StepArrays:
         if isinstance(rows, slice):
             return slice(self.first_row + rows.start, self.first_row + rows.stop)
         return mx.array((self.first_row + rows).astype(np.int32))
-
-
-def _first_row(batch: Batch, owned: slice) -> int:
-    """Return which of a rank's slots the first row belongs to; the others must follow in order."""
-    first = int(batch.slots[0])
-    in_order = np.array_equal(batch.slots, first + np.arange(len(batch)))
-    if not (in_order and owned.start <= first and first + len(batch) <= owned.stop):
-        raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
-    return first - int(owned.start)

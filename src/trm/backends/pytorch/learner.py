@@ -33,7 +33,7 @@ from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.models import new_model
 from trm.backends.pytorch.optim import OPTIMIZERS, average_into, clip_gradients, sign_descent
 from trm.backends.pytorch.predictor import TorchPredictor
-from trm.backends.pytorch.step_tensors import StepTensors, puzzle_rows
+from trm.backends.pytorch.step_tensors import StepTensors
 from trm.backends.pytorch.workers import ThreadWorkers
 from trm.backends.sizes import RECOMPUTE_EVERY
 from trm.backends.step_times import StepTimes
@@ -99,7 +99,7 @@ class TorchLearner:
         times = StepTimes()
         message = self.message
         if message is not None:
-            message.begin(len(puzzle_rows(batch)) if message.row_size else 0)
+            message.begin(len(batch.puzzle_rows) if message.row_size else 0)
         try:
             with allocations(torn=self.execution.optimizer_in_backward):
                 tensors = StepTensors.of(self, batch, batch.by_length())

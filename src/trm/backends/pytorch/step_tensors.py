@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from trm.backends.pytorch.learner import TorchLearner
 
 
-def puzzle_rows(batch: Batch) -> IntArray:
-    """Return the puzzle embedding rows that take part in a step, on all ranks, in ascending order."""
-    everybody = batch.all_puzzle_identifiers
-    return np.unique(batch.puzzle_identifiers if everybody is None else everybody)
-
-
 class MicroBatch(NamedTuple):
     inputs: Tensor
     labels: Tensor
@@ -77,11 +71,11 @@ class StepTensors:
             latents=learner.latents,
             new_latents=learner.spare,
             noise=learner.training.noise,
-            first_row=_first_row(batch, owned_slots(learner.world)),
+            first_row=batch.first_row(owned_slots(learner.world)),
             by_length=by_length,
         )
         if isinstance(model, TinyRecursiveModel) and model.config.puzzle_emb_ndim:
-            ids = puzzle_rows(batch)
+            ids = batch.puzzle_rows
             tensors.row_ids = to_tensor(ids, device)
             tensors.row_of_slot = to_tensor(np.searchsorted(ids, batch.puzzle_identifiers), device)
             tensors.rows = model.puzzle_emb.weights[tensors.row_ids].requires_grad_()
@@ -157,12 +151,3 @@ class StepTensors:
 
     def _on_device(self, rows: slice | IntArray) -> slice | Tensor:
         return rows if isinstance(rows, slice) else to_tensor(rows, self.inputs.device)
-
-
-def _first_row(batch: Batch, owned: slice) -> int:
-    """Return which of a rank's slots the first row belongs to; the others must follow in order."""
-    first = int(batch.slots[0])
-    in_order = np.array_equal(batch.slots, first + np.arange(len(batch)))
-    if not (in_order and owned.start <= first and first + len(batch) <= owned.stop):
-        raise ValueError(f"a batch of slots {batch.slots} is not a range of {owned.start}:{owned.stop}")
-    return first - int(owned.start)
