@@ -172,12 +172,13 @@ class _GroupedHeads(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.kv_heads = kv_heads
         source = torch.split(qkv, [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
-        query, key, value = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in source)
+        query, key = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in source[:2])
         _rotate_into(query, source[0], cos[:, None], sin[:, None])
         _rotate_into(key, source[1], cos[:, None], sin[:, None])
-        value.copy_(source[2])
         if copies > 1:
-            key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
+            key, value = (each.repeat_interleave(copies, dim=2) for each in (key, source[2]))
+        else:
+            value = source[2].clone(memory_format=torch.contiguous_format)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
