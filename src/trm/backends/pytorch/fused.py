@@ -52,13 +52,15 @@ class _SwiGLU(torch.autograd.Function):
         d_product = ctx.pool(product(d_out, down.T, dim))
         gate, up = inner.chunk(2, dim=dim)
         silu = F.silu(gate)
-        d_down = _weight_gradient(d_out, ctx.pool(silu * up), dim)
-        d_inner = torch.empty_like(inner)
-        d_gate, d_up = d_inner.chunk(2, dim=dim)
-        torch.mul(d_product, silu, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
-        d_gate_up = _weight_gradient(d_inner, x, dim)
-        return product(d_inner, gate_up.T, dim), d_gate_up, d_down, None, None
+        hidden = silu * up
+        d_down = _weight_gradient(d_out, ctx.pool(hidden), dim)
+        # Nothing reads `inner` after this, so its gradient takes its place: writing to memory that is not in
+        # the cache would take as long as all other elementwise operations here.
+        torch.mul(d_product, up, out=hidden)
+        torch.mul(d_product, silu, out=up)
+        torch.ops.aten.silu_backward.grad_input(hidden, gate, grad_input=gate)
+        d_gate_up = _weight_gradient(inner, x, dim)
+        return product(inner, gate_up.T, dim), d_gate_up, d_down, None, None
 
 
 def _weight_gradient(d_out: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -171,14 +173,14 @@ class _GroupedHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.kv_heads = kv_heads
-        source = torch.split(qkv, [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
-        query, key = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in source[:2])
-        _rotate_into(query, source[0], cos[:, None], sin[:, None])
-        _rotate_into(key, source[1], cos[:, None], sin[:, None])
+        source, value = torch.split(qkv, [qkv.shape[2] - kv_heads, kv_heads], dim=2)
+        rotated = torch.empty_like(source, memory_format=torch.contiguous_format)
+        _rotate_into(rotated, source, cos[:, None], sin[:, None])
+        query, key = torch.split(rotated, [source.shape[2] - kv_heads, kv_heads], dim=2)
         if copies > 1:
-            key, value = (each.repeat_interleave(copies, dim=2) for each in (key, source[2]))
+            key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
         else:
-            value = source[2].clone(memory_format=torch.contiguous_format)
+            value = value.clone(memory_format=torch.contiguous_format)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
@@ -206,10 +208,11 @@ def _rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the pairs (i, i + size / 2) by the angle of their position; cos and sin are (L, size / 2)."""
     cos = cos.to(x.dtype)
     sin = sin.to(x.dtype)
+    torch.mul(x, torch.cat((cos, cos), dim=-1), out=target)
     first, second = x.chunk(2, dim=-1)
     to_first, to_second = target.chunk(2, dim=-1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    to_first.addcmul_(second, sin, value=-1)
+    to_second.addcmul_(first, sin)
 
 
 def _unpooled(hidden: Tensor) -> Tensor:
