@@ -9,9 +9,15 @@ from macbook_optimization.memory_management import MARGIN, MIB, Budget
 from macbook_optimization.training_config_adapter import plan_batches
 from trm.config import RunConfig
 from trm.plan import Execution, Plan
-from trm.planning.measurements import Measurements, Parallelism, RunMemory, address_space_model
+from trm.planning.measurements import (
+    Measurements,
+    Parallelism,
+    RunMemory,
+    SizeResult,
+    address_space_model,
+)
 from trm.planning.probe import FIRST_SIZE
-from trm.planning.tuning import LARGE_ENOUGH, NEARLY_AS_FAST, smallest_fast_size, spread
+from trm.planning.tuning import LARGE_ENOUGH, NEARLY_AS_FAST, best_size, spread
 
 BY_HAND = "set by hand"
 
@@ -29,7 +35,7 @@ def make_plan(
     memory = RunMemory.of(measured, parallelism.workers)
     wanted, why_size = config.plan.micro_batch_size, BY_HAND
     if wanted is None:
-        wanted, why_size = fast_enough(measured.by_size, num_slots)
+        wanted, why_size = fast_enough(measured.by_size, measured.sizes, num_slots)
     most = largest_fitting(measured, budget, num_slots, parallelism.workers)
     if most < wanted:
         why_size = f"a larger one does not fit into {budget.resident_bytes / MIB:,.0f} MiB: {budget.reason}"
@@ -78,9 +84,11 @@ def largest_fitting(measured: Measurements, budget: Budget, num_slots: int, work
     return most
 
 
-def fast_enough(rates: Mapping[int, Sequence[float]], num_slots: int) -> tuple[int, str]:
-    """Return the smallest size that is about as fast as any, and why."""
-    chosen = smallest_fast_size(rates)
+def fast_enough(
+    rates: Mapping[int, Sequence[float]], sizes: Sequence[SizeResult], num_slots: int
+) -> tuple[int, str]:
+    """Return the size to use, and why: the smallest that is about as fast as any, memory permitting."""
+    chosen = best_size(rates, sizes)
     if chosen == num_slots:
         return chosen, "the whole effective batch"
     if chosen < max(rates):

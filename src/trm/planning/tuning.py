@@ -4,7 +4,8 @@ It is a generator that has neither a clock nor a process: it requests trials and
 drivers run it. The probe computes a few slots of each size in a child process; the warm-up uses the first
 training steps themselves.
 
-A larger micro-batch must be faster by more than the measured spread, or it is not worth its memory.
+A larger micro-batch must be faster by more than the measured spread, or it is not worth its memory; where it
+hardly takes more memory, the fastest reading decides.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trm.planning.measurements import Measurements, Parallelism, SizeResult
+from trm.planning.measurements import Measurements, Parallelism, SizeResult, memory_model
 
 NEARLY_AS_FAST = 0.95
 LEAST_SPEED = 0.85  # however much readings differ, a size below this share of the best is not taken
+HARDLY_MORE_MEMORY = 1.1
 CONTENDER = 0.8  # sizes below this share of the best throughput are not measured again
 CONFIRMING_ROUNDS = 2
 PARALLELISM_ROUNDS = 2
@@ -52,7 +54,7 @@ def search(choices: Sequence[Parallelism], next_size: NextSize) -> Search:
         yield from _confirm(rates, widest)
     by_parallelism: dict[Parallelism, float] = {}
     if rates:
-        size = smallest_fast_size(rates)
+        size = best_size(rates, sizes)
         possible = [each for each in choices if each.workers <= size]
         by_parallelism = yield from _compare_parallelism(size, possible)
     return Measurements(tuple(sizes), rates, by_parallelism)
@@ -113,3 +115,14 @@ def smallest_fast_size(rates: Mapping[int, Sequence[float]]) -> int:
     best = max(max(readings) for readings in rates.values())
     needed = best * min(NEARLY_AS_FAST, max(LEAST_SPEED, 1 - spread(rates)))
     return min(size for size, readings in rates.items() if max(readings) >= needed)
+
+
+def best_size(rates: Mapping[int, Sequence[float]], sizes: Sequence[SizeResult]) -> int:
+    """Return the smallest size that is about as fast as any, or the fastest that hardly takes more memory."""
+    smallest = smallest_fast_size(rates)
+    if len(sizes) < 2:
+        return smallest
+    memory = memory_model(sizes)
+    most = HARDLY_MORE_MEMORY * memory.peak_bytes(smallest)
+    similar = [size for size in sorted(rates) if size >= smallest and memory.peak_bytes(size) <= most]
+    return max(similar, key=lambda size: max(rates[size]))

@@ -28,7 +28,7 @@ BACKWARD_CYCLES = 2  # a recursion with gradient takes as long as three without:
 
 @dataclass(frozen=True, slots=True)
 class DoublingSizes:
-    """Which micro-batch size to try next: twice the last one, while it is fast and should fit."""
+    """Which micro-batch size to try next: twice the last one, until two are slow or it should not fit."""
 
     first: int
     num_slots: int
@@ -39,7 +39,8 @@ class DoublingSizes:
         if not sizes:
             return min(self.first, self.num_slots)
         last = sizes[-1]
-        if last.samples_per_second < CLEARLY_SLOWER * max(each.samples_per_second for each in sizes):
+        fast = CLEARLY_SLOWER * max(each.samples_per_second for each in sizes)
+        if all(each.samples_per_second < fast for each in sizes[-2:]):  # a single one may be slow by chance
             return None
         size = min(2 * last.micro_batch_size, self.largest, self.num_slots)
         if len(sizes) == 1:  # at worst, all of the memory grows with the size

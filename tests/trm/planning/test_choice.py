@@ -23,7 +23,7 @@ from trm.planning.tuning import LARGE_ENOUGH
     ],
 )
 def test_the_smallest_size_that_is_about_as_fast_as_any_is_chosen(rates, num_slots, chosen):
-    assert fast_enough(rates, num_slots)[0] == chosen
+    assert fast_enough(rates, (), num_slots)[0] == chosen
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_smallest_size_that_is_about_as_fast_as_any_is_chosen(rates, num_slo
     ],
 )
 def test_the_reason_for_a_size_says_what_was_measured(rates, num_slots, reason):
-    assert fast_enough(rates, num_slots)[1] == reason
+    assert fast_enough(rates, (), num_slots)[1] == reason
 
 
 CHOICES = [Parallelism(1, 1), Parallelism(4, 1), Parallelism(4, 4)]

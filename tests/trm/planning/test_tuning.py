@@ -13,6 +13,7 @@ from trm.planning.tuning import (
     LEAST_SPEED,
     NEARLY_AS_FAST,
     Trial,
+    best_size,
     search,
     smallest_fast_size,
     spread,
@@ -62,10 +63,22 @@ def test_sizes_grow_from_one_example_per_worker_and_parallelism_is_compared_at_t
     assert found.by_parallelism == {(1, 1): 101, (2, 1): 101, (2, 2): 102}
 
 
-def test_nothing_larger_is_tried_than_a_size_that_is_clearly_slower():
-    rates = {2: 90, 4: 100, 8: 80}
+@pytest.mark.parametrize(
+    ("rates", "largest"),
+    [({2: 90, 4: 100, 8: 80, 16: 80, 32: 80}, 16), ({2: 90, 4: 100, 8: 80, 16: 100, 32: 100}, 32)],
+)
+def test_two_sizes_that_are_clearly_slower_end_the_search_and_a_single_one_does_not(rates, largest):
     requested, _ = answered(lambda trial: rates[trial.micro_batch_size], doubling())
-    assert max(trial.micro_batch_size for trial in requested) == 8
+    assert max(trial.micro_batch_size for trial in requested) == largest
+
+
+@pytest.mark.parametrize(("example_bytes", "chosen"), [(MIB, 12), (100 * MIB, 4)])
+def test_the_fastest_of_the_sizes_that_hardly_differ_in_memory_is_taken(example_bytes, chosen):
+    """Otherwise a noisy reading of a small size hides that the whole batch at a time is a fifth faster."""
+    rates = {4: [300.0, 255.0], 8: [290.0, 250.0], 12: [330.0, 281.0]}
+    sizes = [SizeResult(size, EMPTY + example_bytes * size, None, max(rates[size])) for size in rates]
+    assert smallest_fast_size(rates) == 4
+    assert best_size(rates, sizes) == chosen
 
 
 def test_sizes_between_the_two_largest_are_measured_for_speed_only():
