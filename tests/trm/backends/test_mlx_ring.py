@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ PEER_TIMEOUT_SECONDS = 4.0
 ON_MLX = Execution(backend="mlx")
 
 
-def learner_of(world, kind):
+def learner_of(world, kind, how=ON_MLX):
     terminal = {"supervision": "terminal", "effective_batch_size": NUM_SLOTS, "max_grad_norm": 0.5}
     data = DATA
     if kind == "decoder":
@@ -36,7 +37,7 @@ def learner_of(world, kind):
         model = model_config(**VARIANTS["mixer, puzzle prefix"], halt_max_steps=4)
         supervision = "deep" if kind == "deep" else "terminal"
         training = training_config(**{**terminal, "supervision": supervision}, noise=0.1)
-    return load_backend(ON_MLX).learner(Program(model, training, data), ON_MLX, world)
+    return load_backend(how).learner(Program(model, training, data), how, world)
 
 
 def losses_of(world, kind):
@@ -84,6 +85,26 @@ def differences_from_common_states(world):
 def test_three_processes_make_the_steps_of_one_with_deep_supervision():
     found = run_ranks(differences_from_common_states, (24, 16, 8), backend="mlx")
     assert max(found) < 1e-5
+
+
+def latents_change(world, precisions):
+    """Return by how much saving and loading changes the latents of a rank with a precision of its own."""
+    to_array = load_backend(ON_MLX).to_array
+    learner = learner_of(world, "deep", replace(ON_MLX, precision=precisions[world.rank]))
+    take_step(learner, 1)
+    before = to_array(learner.latents)
+    state = learner.state()
+    learner.load_state(state if world.writes else {})
+    assert str(learner.latents.dtype).endswith(precisions[world.rank])
+    return float(np.abs(to_array(learner.latents) - before).max() / np.abs(before).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precisions", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_processes_of_different_precision_exchange_their_latents(precisions):
+    host, guest = run_ranks(latents_change, (32, 16), precisions, backend="mlx")
+    assert host == 0
+    assert guest <= (2.0**-8 if precisions[0] == "bfloat16" else 0)  # the checkpoint is that of the host
 
 
 def use_every_method(world):

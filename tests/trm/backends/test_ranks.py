@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import ThreadWorld, thread_worlds, together
+from ranks import ThreadWorld, gloo_worlds, thread_worlds, together
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
 
 from macbook_optimization.errors import NonFiniteError
@@ -227,6 +227,27 @@ def test_a_state_is_whole_at_the_writer_and_loads_into_any_number_of_ranks(write
         assert_same_update(ours, first[writer], rtol=0, atol=0)
     again = together(second, lambda ours: ours.state())[0]
     assert torch.equal(again["latents"]["latents"], whole["latents"]["latents"])
+
+
+@pytest.mark.parametrize("precisions", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_latents_have_the_precision_of_each_rank_whatever_that_of_others_and_of_the_checkpoint(precisions):
+    setup = setup_of("deep")
+    ranks = together(
+        gloo_worlds((2, 4)),
+        lambda world: make_learner(world=world, precision=precisions[world.rank], **setup),
+    )
+    together(ranks, partial(take_step, batch=make_batch(NUM_SLOTS)))
+    whole = together(ranks, lambda ours: ours.state())[0]["latents"]["latents"]
+    assert torch.equal(whole, torch.cat([ours.latents.to(whole.dtype) for ours in ranks], 2))
+    for written_with in ("float32", "bfloat16"):
+        single = make_learner(precision=written_with, **setup)
+        take_step(single, make_batch(NUM_SLOTS, seed=1))
+        states = [single.state(), {}]
+        together(ranks, lambda ours, states=states: ours.load_state(states[ours.world.rank]))
+        for ours, precision in zip(ranks, precisions, strict=True):
+            assert ours.latents.dtype == getattr(torch, precision)
+            own = single.latents[:, :, owned_slots(ours.world)]
+            assert torch.equal(ours.latents, own.to(ours.latents.dtype))
 
 
 def test_weights_that_differ_are_noticed_and_replaced_by_those_of_the_writer():

@@ -1,7 +1,8 @@
 """The state of a learner as named arrays: what checkpoints hold and ranks compare.
 
 Names, shapes and precisions are those of the PyTorch backend, so that either resumes what the other saved.
-Between ranks, arrays travel in memory of NumPy, which a world may write to.
+Between ranks, arrays travel in memory of NumPy, which a world may write to. Latents are float32 there: their
+precision is that of the plan, which each rank has for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trm.backends.failures import check_shapes
-from trm.backends.mlx.device import to_mlx
+from trm.backends.mlx.device import to_array, to_mlx
 from trm.backends.sharing import at_writer
 from trm.backends.world import World
 
@@ -31,8 +32,8 @@ def whole_state(shared: Groups, latents: mx.array | None, world: World) -> Group
     if latents is None:
         return shared
     if world.size > 1:
-        whole = world.gather(_bits(latents), _SLOT_DIMENSION)
-        latents = latents if whole is None else _from_bits(whole, latents.dtype)
+        whole = world.gather(to_array(latents), _SLOT_DIMENSION)
+        latents = latents if whole is None else mx.array(whole).astype(latents.dtype)
     return {**shared, _LATENTS: {_LATENTS: latents}}
 
 
@@ -84,9 +85,9 @@ def _from_writer(ours: Named, theirs: Mapping[str, Any], world: World) -> Named:
 def _own_latents(latents: mx.array, whole: Any, world: World) -> mx.array:
     if world.size == 1:
         return to_mlx(whole).astype(latents.dtype)
-    own = _bits(latents)
-    world.scatter(_bits(to_mlx(whole).astype(latents.dtype)) if world.writes else None, own, _SLOT_DIMENSION)
-    return _from_bits(own, latents.dtype)
+    own = to_array(latents)
+    world.scatter(to_array(to_mlx(whole)) if world.writes else None, own, _SLOT_DIMENSION)
+    return mx.array(own).astype(latents.dtype)
 
 
 def digest(weights: Named) -> str:

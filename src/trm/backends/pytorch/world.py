@@ -121,11 +121,11 @@ class GlooWorld:
                 self._send(part, rank)
 
     def _send(self, part: Tensor, rank: int) -> None:
-        local = part.detach().cpu().contiguous()
+        local = part.detach().to(_CPU, _dtype_on_the_wire(part)).contiguous()
         _wait(lambda: self.group.send([local], rank, 0))
 
     def _received(self, like: Tensor, rank: int) -> Tensor:
-        buffer = torch.empty(like.shape, dtype=like.dtype)
+        buffer = torch.empty(like.shape, dtype=_dtype_on_the_wire(like))
         _wait(lambda: self.group.recv([buffer], rank, 0))
         return buffer
 
@@ -133,6 +133,11 @@ class GlooWorld:
         """Wait for the others, so that none of them loses this process while it still needs it."""
         self.before_closing()
         self._maximum([0], CLOSING_SECONDS)
+
+
+def _dtype_on_the_wire(tensor: Tensor) -> torch.dtype:
+    """Return float32 for bfloat16: ranks may compute in either, and must send the same number of bytes."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def within(seconds: float, connect: Callable[[], Any]) -> Any:
