@@ -47,7 +47,15 @@ class CompilationError(LaptopError):
 
 
 class NonFiniteError(LaptopError):
-    """A loss, a gradient or a weight is NaN or Inf. Raised before anything is updated or saved."""
+    """A loss, a gradient or a weight is NaN or Inf. Raised before anything is saved.
+
+    `torn` is true when some weights had been updated before a gradient was found that is not finite;
+    otherwise nothing has been updated.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, *, torn: bool = False) -> None:
+        super().__init__(message, hint)
+        self.torn = torn
 
 
 class AllocationFailed(LaptopError):  # noqa: N818 - a state of the machine; a smaller micro-batch may fit

@@ -51,12 +51,13 @@ def creating_a_learner() -> Iterator[None]:
         ) from error
 
 
-def require_finite(loss: float, grad_norm: float, step: int) -> None:
-    """Raise `NonFiniteError` before an update, while the weights are still good."""
+def require_finite(loss: float, grad_norm: float, step: int, *, torn: bool = False) -> None:
+    """Raise `NonFiniteError` before an update, while the weights are still good, unless some are updated."""
     if not math.isfinite(loss + grad_norm):
         raise NonFiniteError(
             f"The loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}.",
             hint="Start a new run (--run or --fresh) with a lower training.learning_rate.",
+            torn=torn,
         )
 
 

@@ -160,7 +160,7 @@ class Trainer:
                 try:
                     rate, result = self._train_step(stop)
                 except NonFiniteError as error:
-                    if recovery.skip_step(self.state, self.log, error):
+                    if error.torn or recovery.skip_step(self.state, self.log, error):
                         self._roll_back(error)
                     continue
                 except StepAbandoned:  # the step is repeated after an agreement

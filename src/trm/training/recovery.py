@@ -1,7 +1,8 @@
 """What happens when a loss, a gradient or a weight is NaN or Inf.
 
 Such values are never checkpointed: a step with a non-finite loss is skipped. Three in a row return to the
-last intact checkpoint with half the learning rate; if that does not help, the run stops.
+last intact checkpoint with half the learning rate; if that does not help, the run stops. A step that has
+already updated some weights (`NonFiniteError.torn`) cannot be skipped and returns there immediately.
 """
 
 from __future__ import annotations
@@ -51,4 +52,4 @@ def roll_back(
     best.restore(best.row)
     scale = state.learning_rate_scale
     log.event(RolledBack(failed_step, state.step, scale))
-    log.message(f"Returning to step {state.step} with {scale:g} of the learning rate.")
+    log.message(f"{error} Returning to step {state.step} with {scale:g} of the learning rate.")

@@ -163,7 +163,10 @@ class TrainingState:
         return cycles_of_step(self.step, self.config.model, self.config.training, self.config.seed)
 
     def advance(self, next_size: Callable[[int], int]) -> tuple[float, StepResult]:
-        """Take one step and return its learning rate and result. If it raises, nothing has changed."""
+        """Take one step and return its learning rate and result.
+
+        If it raises, nothing has changed, unless the error is `torn`.
+        """
         config = self.config
         training = config.training
         stage = self.curriculum.stage

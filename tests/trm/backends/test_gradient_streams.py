@@ -93,10 +93,23 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     with torch.no_grad():
         learner.parameters["norm.weight"][0] = torch.inf
     before = {name: each.clone() for name, each in learner.parameters.items()}
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError) as raised:
         learner.step(text_batch(), SETTINGS, lambda done: 6)
     for name, weight in before.items():
         assert torch.equal(learner.parameters[name], weight), name
+    assert not raised.value.torn
+
+
+def test_a_step_is_torn_if_weights_were_updated_before_a_gradient_is_not_finite():
+    learner = make(optimizer_in_backward=True)
+    last, embedding = next(iter(learner.parameters.items()))  # the backward pass ends there
+    embedding.register_hook(lambda gradient: gradient * torch.inf)
+    before = {name: each.clone() for name, each in learner.parameters.items()}
+    with pytest.raises(NonFiniteError) as raised:
+        learner.step(text_batch(), SETTINGS, lambda done: 6)
+    assert raised.value.torn
+    kept = {name for name, weight in before.items() if torch.equal(learner.parameters[name], weight)}
+    assert kept == {last}
 
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():

@@ -7,10 +7,11 @@ import re
 import forked
 import numpy as np
 import pytest
-from tiny import run, training_config
+from tiny import Recorder, plan_of, run, training_config
 
 import trm
 from macbook_optimization.errors import ConfigError, DataError
+from trm.backends.pytorch.gradients import UpdateInBackward
 from trm.config import EarlyStoppingConfig, PlateauConfig, RunConfig
 from trm.feed import Feed, require_kind, require_target
 from trm.inference.sampling import SamplingSettings, draw
@@ -20,7 +21,9 @@ from trm.tasks.documents.text import TASK
 from trm.tasks.metrics import gain, goodness, has_reached, shown_value, smaller_is_better
 from trm.tasks.registry import load_task
 from trm.training.early_stopping import EarlyStopping
+from trm.training.loop import Limits
 from trm.training.plateau import Plateau
+from trm.training.start import train
 
 TEXT = "".join(f"After {number} comes {number + 1}.\n" for number in range(150))
 
@@ -73,6 +76,28 @@ def test_a_run_that_was_stopped_continues_bit_for_bit(dataset, tmp_path, trained
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name] == tensor).all(), name
+
+
+def test_a_step_that_has_updated_some_weights_when_it_fails_is_not_skipped(dataset, tmp_path, monkeypatch):
+    take, spoiled = UpdateInBackward.take, []
+
+    def take_or_spoil(stream, name, gradient):
+        if stream.step == 7 and name.startswith("embed") and not spoiled:
+            spoiled.append(name)
+            gradient = gradient * math.inf
+        take(stream, name, gradient)
+
+    monkeypatch.setattr(UpdateInBackward, "take", take_or_spoil)
+    recipe = config(dataset, plan__optimizer_in_backward=True)
+    plan = plan_of(recipe).with_execution(optimizer_in_backward=True)
+    display = Recorder()
+    outcome = train(recipe, tmp_path / "run", plan, Limits(), display)
+    assert (outcome.reason, outcome.step) == ("max_steps", 12)
+    assert spoiled
+    events = Run(tmp_path / "run").rows("events.jsonl")
+    assert [(row["step"], row["to"]) for row in events if row["event"] == "rolled back"] == [(6, 4)]
+    assert not [row for row in events if row["event"] == "step skipped"]
+    assert any("gradient norm nan at step 7. Returning to step 4" in text for text in display.messages)
 
 
 def test_the_best_checkpoint_has_the_smallest_loss(trained):

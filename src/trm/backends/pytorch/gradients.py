@@ -22,6 +22,8 @@ from trm.plan import Execution
 
 
 class GradientStream(Protocol):
+    has_updated: bool  # whether a parameter has changed in this step
+
     def begin(self, step: int, learning_rate: float) -> None:
         """Start a step, before its first backward pass."""
         ...
@@ -78,6 +80,8 @@ def _connect(stream: GradientStream, optimizer: AdamW) -> None:
 class Float32Sums:
     """The sum of the gradients of all micro-batches, in float32 whatever the precision of the weights."""
 
+    has_updated = False  # until the step is complete
+
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
         self.sums: dict[str, Tensor] = {}
@@ -110,6 +114,8 @@ class Float32Sums:
 class SumsInMessage:
     """The same sums as views of the message, which adds those of all ranks before the update."""
 
+    has_updated = False  # until the step is complete
+
     def __init__(self, optimizer: AdamW, message: StepMessage) -> None:
         self.optimizer = optimizer
         self.message = message
@@ -140,9 +146,11 @@ class UpdateInBackward:
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
         self.square = 0.0
+        self.has_updated = False
 
     def begin(self, step: int, learning_rate: float) -> None:
         self.square = 0.0
+        self.has_updated = False
         self.step = step
         self.learning_rate = learning_rate
 
@@ -151,6 +159,7 @@ class UpdateInBackward:
         norm = float(torch.linalg.vector_norm(gradient, dtype=wide))
         self.square += norm**2
         if math.isfinite(norm):
+            self.has_updated = True
             self.optimizer.update_one(Update(name, gradient, self.step, self.learning_rate))
 
     def norm(self, limit: float | None) -> float:

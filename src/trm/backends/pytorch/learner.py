@@ -194,7 +194,8 @@ class TorchLearner:
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")))
         rows_gradient = tensors.rows.grad if tensors.rows is not None else None
         row_norm = 0.0 if rows_gradient is None else float(rows_gradient.norm())
-        require_finite(loss, grad_norm + row_norm, settings.step)  # the weights are still good
+        torn = self.stream is not None and self.stream.has_updated
+        require_finite(loss, grad_norm + row_norm, settings.step, torn=torn)
         if self.stream is not None:
             self.stream.update()
         else:
