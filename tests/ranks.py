@@ -1,6 +1,7 @@
 """Ranks that are threads of one process, for tests of what several processes do together."""
 
 import copy
+import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ def gloo_worlds(shares, writer=0):
     store = c10d.HashStore()
     places = [Place(rank, tuple(shares), writer, "127.0.0.1") for rank in range(len(shares))]
     return together(places, lambda place: gloo_world(store, place))
+
+
+def shared_digest(learner):
+    """Return a hash of all that ranks share to the last bit: weights with the table of puzzle embeddings,
+    moments, and the moving average."""
+    found = hashlib.sha256()
+    for group in (learner.model.state_dict(), learner.optimizer.moments, learner.averaged.state_dict()):
+        for tensor in group.values():
+            found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def together(ranks, compute):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import run_ranks
+from ranks import shared_digest
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
 
 from trm.backends.base import StepSettings
@@ -85,7 +86,7 @@ def losses_of(world, kind):
         world.num_weights = learner.message.num_weights
     results = [take_step(learner, step) for step in range(1, NUM_STEPS + 1)]
     assert max(each.grad_norm for each in results) > learner.training.max_grad_norm  # some are clipped
-    return [each.loss for each in results], learner.digest()
+    return [each.loss for each in results], shared_digest(learner)
 
 
 def losses_with_means(world, kind):
@@ -156,12 +157,12 @@ def digest_with_other_threads(world, optimizer):
     for step in range(1, 11):
         take_step(learner, step)
     assert torch.get_num_threads() == threads
-    return learner.digest()
+    return shared_digest(learner)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
-def test_processes_with_different_threads_have_the_same_weights(optimizer):
+def test_processes_with_different_threads_have_the_same_weights_and_moments(optimizer):
     digests = run_ranks(digest_with_other_threads, (32, 16), optimizer)
     assert digests[0] == digests[1]
 
