@@ -69,5 +69,5 @@ def _join(shares, address, timeout_seconds, execution, rank):
     return meeting, meeting.form([Member("host"), *guests], shares, on_lost)
 
 
-def on_lost(names):
+def on_lost(names, cause):
     os._exit(1)

@@ -58,7 +58,7 @@ class Place:
     before_closing: Callable[[], None] = lambda: None  # from then on, a peer that ends is not lost
 
 
-OnLost = Callable[[list[str]], None]  # receives the names of machines that do not answer any more
+OnLost = Callable[[list[str], str], None]  # receives the names of the machines that are lost, and the cause
 
 
 class World(Protocol):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import NoReturn
@@ -190,9 +191,8 @@ def host_membership(seat: Seat, backend: Backend, facts: JsonObject, own: Member
     _report(send, [GUESTS, len(members) - 1])
     world: World = SingleProcess(num_slots)
     if len(members) > 1:
-        on_lost = _on_lost(seat, send)
         try:
-            world = meeting.form(members, shares_of(members, num_slots), on_lost)
+            world = meeting.form(members, shares_of(members, num_slots), partial(_end_after_loss, send))
         except PeerLost as loss:
             names = meeting.lost_names()
             if not names:  # all are there, but cannot connect: the next group does not wait for them
@@ -207,7 +207,7 @@ def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, se
         meeting = reach(seat, backend)
         check(meeting.facts)
         try:
-            world = meeting.join(own, _on_lost(seat, send))
+            world = meeting.join(own, partial(_end_after_loss, send))
             return Membership(world, (), meeting, send=send)
         except FormingFailed as loss:
             _end_after_loss(send, meeting.lost_names(), str(loss))
@@ -215,11 +215,6 @@ def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, se
             meeting.close()
             if parent_is_gone():
                 sys.exit(LOST_PEER)
-
-
-def _on_lost(seat: Seat, send: Send) -> Callable[[list[str]], None]:
-    cause = f"no sign of life for {seat.timeout_seconds:g} s"
-    return lambda names: _end_after_loss(send, names, cause)
 
 
 def reach(seat: Seat, backend: Backend) -> GuestMeeting:

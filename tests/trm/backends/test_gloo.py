@@ -206,49 +206,72 @@ def test_a_step_of_three_times_the_timeout_does_not_end_the_world():
 
 
 class Counters:
-    """A store of counters, which may stop answering."""
+    """A store of counters, which may stop answering or close its connections."""
 
     def __init__(self):
         self.counts = {}
         self.answers = threading.Event()
         self.answers.set()
+        self.answered_at = 0.0
+        self.is_closed = False
 
     def add(self, key, amount):
         self.answers.wait()
+        if self.is_closed:
+            raise RuntimeError("Connection reset by peer")
         self.counts[key] = self.counts.get(key, 0) + amount
+        self.answered_at = time.monotonic()
         return self.counts[key]
+
+
+class Losses:
+    """Receives what a watchdog reports."""
+
+    def __init__(self):
+        self.reported = threading.Event()
+
+    def __call__(self, names, cause):
+        self.reported_at = time.monotonic()
+        self.names, self.cause = names, cause
+        self.reported.set()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", ["peer", "host"])
 def test_a_watchdog_names_who_shows_no_sign_of_life(silent):
-    store = Counters()
-    lost = []
-    reported = threading.Event()
-
-    def on_lost(names):
-        lost.extend(names)
-        reported.set()
-
-    watchdog = Watchdog(store, "own", "the host", 4.0, on_lost)
+    store, lost = Counters(), Losses()
+    watchdog = Watchdog(store, "own", "the host", 4.0, lost)
     watchdog.start()
     watchdog.watch({"other": "a guest"})
     for _ in range(50):
+        last_sign = time.monotonic()
         store.add("other", 1)
         time.sleep(0.1)
-    assert not lost
+    assert not lost.reported.is_set()
     if silent == "host":
         store.answers.clear()
-    assert reported.wait(30)
+        last_sign = store.answered_at
+    assert lost.reported.wait(30)
     store.answers.set()
-    assert lost[0] == ("a guest" if silent == "peer" else "the host")
+    assert lost.names == ["a guest" if silent == "peer" else "the host"]
+    assert lost.cause == "no sign of life for 4 s"
+    assert lost.reported_at - last_sign > 4.0
+
+
+def test_a_watchdog_distinguishes_a_closed_connection_from_a_host_that_shows_no_sign_of_life():
+    store, lost = Counters(), Losses()
+    store.is_closed = True
+    watchdog = Watchdog(store, "own", "the host", 4.0, lost)
+    watchdog.start()
+    assert lost.reported.wait(30)
+    assert (lost.names, lost.cause) == (["the host"], "the connection to the host was closed")
 
 
 def test_a_watchdog_that_was_stopped_reports_nobody():
-    lost = []
-    watchdog = Watchdog(Counters(), "own", "the host", 0.2, lost.extend)
+    lost = Losses()
+    watchdog = Watchdog(Counters(), "own", "the host", 0.2, lost)
     watchdog.start()
     watchdog.watch({"other": "a guest"})
     watchdog.stop()
     time.sleep(0.5)
-    assert not lost
+    assert not lost.reported.is_set()

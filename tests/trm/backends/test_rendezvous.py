@@ -43,7 +43,7 @@ def in_thread(compute):
     return thread
 
 
-def nobody(names):
+def nobody(names, cause):
     return None
 
 
@@ -126,8 +126,8 @@ def test_a_guest_that_waits_to_be_included_notices_a_host_that_freezes():
     process.start()
     lost, noticed = [], threading.Event()
 
-    def on_lost(names):
-        lost.extend(names)
+    def on_lost(names, cause):
+        lost.extend([*names, cause])
         noticed.set()
 
     def join(guest):
@@ -142,7 +142,7 @@ def test_a_guest_that_waits_to_be_included_notices_a_host_that_freezes():
         time.sleep(0.5)
         os.kill(process.pid, signal.SIGSTOP)
         assert noticed.wait(20)
-        assert lost == ["host"]
+        assert lost == ["host", "no sign of life for 2 s"]
     finally:
         process.kill()
         process.join()

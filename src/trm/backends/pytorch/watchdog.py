@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from trm.backends.world import OnLost
 
 BEATS_PER_TIMEOUT = 10
 MAX_INTERVAL_SECONDS = 1.0
@@ -20,13 +22,11 @@ MAX_INTERVAL_SECONDS = 1.0
 class Watchdog:
     """Two threads: one counts and reads in the store, the other notices when that takes too long.
 
-    `on_lost` receives the names of the processes that were lost; it is called in one of the threads. `store`
-    must not be used by others, as requests to a machine that is gone block.
+    `on_lost` is called in one of the threads. `store` must not be used by others, as requests to a machine
+    that is gone block.
     """
 
-    def __init__(
-        self, store: Any, key: str, host: str, timeout_seconds: float, on_lost: Callable[[list[str]], None]
-    ) -> None:
+    def __init__(self, store: Any, key: str, host: str, timeout_seconds: float, on_lost: OnLost) -> None:
         self.store = store
         self.key = key
         self.host = host  # name of the machine that holds the store
@@ -57,8 +57,8 @@ class Watchdog:
             try:
                 self.store.add(self.key, 1)
                 counts = {key: self.store.add(key, 0) for key in self.peers}
-            except RuntimeError:  # the connection was closed
-                self._report([self.host])
+            except RuntimeError:
+                self._report([self.host], f"the connection to {self.host} was closed")
                 return
             now = time.monotonic()
             self._seen[self.key] = now
@@ -74,7 +74,7 @@ class Watchdog:
                 self._seen = dict.fromkeys(self._seen, now)
             before = now
             if silent := self._silent(now):
-                self._report(silent)
+                self._report(silent, f"no sign of life for {self.timeout_seconds:g} s")
                 return
 
     def _silent(self, now: float) -> list[str]:
@@ -85,7 +85,7 @@ class Watchdog:
         late = (key for key in self.peers if answered - self._seen[key] > self.timeout_seconds)
         return [self.peers[key] for key in late]
 
-    def _report(self, names: list[str]) -> None:
+    def _report(self, names: list[str], cause: str) -> None:
         if not self._stopped.is_set():
             self._stopped.set()
-            self.on_lost(names)
+            self.on_lost(names, cause)
