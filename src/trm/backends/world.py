@@ -193,6 +193,9 @@ class GuestMeeting(Meeting, Protocol):
         """What the host says about the run."""
         ...
 
-    def join(self, member: Member, on_lost: OnLost) -> World:
-        """Announce this machine, and wait until the host forms a world with it."""
+    def join(self, member: Member, on_lost: OnLost, on_forming: Callable[[], None]) -> World:
+        """Announce this machine, and wait until the host forms a world with it.
+
+        `on_forming` is called when the host has started to do so, before this machine connects to the others.
+        """
         ...

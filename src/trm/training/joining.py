@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from macbook_optimization.children import ChildDied, Send, run_in_child
 from macbook_optimization.errors import ConfigError, MemoryBudgetError, RunError
@@ -31,8 +32,11 @@ from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.log import show_plan
 from trm.training.loop import Limits, Outcome
 from trm.training.machines import (
+    CONNECTED,
+    CONNECTING,
     LOST,
     LOST_PEER_CODES,
+    STARTED,
     Seat,
     check_backend,
     check_facts,
@@ -47,6 +51,7 @@ from trm.training.together import REGROUPING
 
 DEFAULT_WAIT_SECONDS = 600.0
 CONNECT_SECONDS = 10.0  # until a host that does not answer is tried again
+MAX_ATTEMPTS = 3  # to connect to the other machines, in a row
 _OWN_KEYS = ("plan.", "limits.", "data.path", "data.loading.")
 
 
@@ -56,6 +61,28 @@ class _Guest:
     planner: Planner
     verified: Digests
     host: str
+
+
+@dataclass
+class _Reports:
+    """What the trainers of this machine have reported about the worlds that they belong to."""
+
+    cause: str | None = None  # of the end of the last one
+    attempts: int = 0  # to connect to the other machines, since this last succeeded
+    step: int | None = None  # at which the last world started that trained
+
+    def receive(self, row: list[Any]) -> bool:
+        """Note what a trainer reports; return whether the row was such a report."""
+        kind, *values = row
+        if kind == LOST:
+            self.cause = values[-1]
+        elif kind == CONNECTING:
+            self.attempts += 1
+        elif kind == CONNECTED:
+            self.attempts = 0
+        elif kind == STARTED:
+            self.step = values[0]
+        return kind in (LOST, CONNECTING, CONNECTED, STARTED)
 
 
 def join(
@@ -140,36 +167,44 @@ def guest_config(facts: JsonObject, overrides: Sequence[str]) -> RunConfig:
 def _supervise(guest: _Guest, seat: Seat, plan: Plan) -> Outcome:
     display = guest.planner.display
     history = History()
+    reports = _Reports()
     while True:
-        reported: list[list[object]] = []  # by the trainer, about lost machines
+        reports.cause = None
         try:
-            outcome = _run(guest, seat, plan, reported.append)
+            outcome = _run(guest, seat, plan, reports)
         except ChildDied as death:
             if death.code in LOST_PEER_CODES:
-                lost = f"The group of machines has changed ({_cause(reported, death)})"
+                _require_connections(guest, reports)
+                lost = f"The group of machines has changed ({_cause(reports, death)})"
                 display.message(f"{lost}; connecting to {seat.address} again.")
                 continue
-            plan, history = _after_death(guest, death, plan, history)
+            plan, history = _after_death(guest, death, plan, history.at(reports.step))
             continue
         if outcome.reason != REGROUPING:
             return outcome
         seat = replace(seat, slots_per_second=outcome.slots_per_second)
-        history = History()
 
 
-def _cause(reported: Sequence[list[object]], death: ChildDied) -> str:
-    if reported:
-        return str(reported[-1][-1])
+def _require_connections(guest: _Guest, reports: _Reports) -> None:
+    """Raise `RunError` when it makes no sense to try again, as the others wait during every attempt."""
+    if reports.attempts >= MAX_ATTEMPTS:
+        raise RunError(
+            f"{guest.host} has included this machine {reports.attempts} times in a row, but {CLOSED_PORTS}",
+            hint="Allow the machines to connect to each other at any port, and join again.",
+        ) from None
+
+
+def _cause(reports: _Reports, death: ChildDied) -> str:
+    if reports.cause is not None:
+        return reports.cause
     return CLOSED_PORTS if death.signal == signal.SIGALRM else "a connection was lost"
 
 
-def _run(guest: _Guest, seat: Seat, plan: Plan, on_lost: Callable[[list[object]], None]) -> Outcome:
+def _run(guest: _Guest, seat: Seat, plan: Plan, reports: _Reports) -> Outcome:
     display = guest.planner.display
 
-    def on_row(row: list[object]) -> None:
-        if row[0] == LOST:
-            on_lost(row)
-        else:
+    def on_row(row: list[Any]) -> None:
+        if not reports.receive(row):
             show_forwarded(display, row)
 
     arguments = {

@@ -49,6 +49,7 @@ LEAST_EFFICIENCY = 0.8  # predicted; below it, there is a warning
 RETRY_SECONDS = 0.5  # between two attempts to reach the host
 Check = Callable[[JsonObject], None]
 LOST, GUESTS = "lost", "guests"  # rows that a trainer sends to its supervisor
+CONNECTING, CONNECTED, STARTED = "connecting", "connected", "started"  # likewise, that of a guest
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,8 @@ def guest_membership(seat: Seat, backend: Backend, check: Check, own: Member, se
         meeting = reach(seat, backend)
         check(meeting.facts)
         try:
-            world = meeting.join(own, partial(_end_after_loss, send))
+            world = meeting.join(own, partial(_end_after_loss, send), lambda: _report(send, [CONNECTING]))
+            _report(send, [CONNECTED])
             return Membership(world, (), meeting, send=send)
         except FormingFailed as loss:
             _end_after_loss(send, meeting.lost_names(), str(loss))
@@ -292,6 +294,8 @@ def introduce(membership: Membership, learner: Learner, step: int, log: RunLog) 
     facts = world.broadcast(_described(membership, seconds) if world.writes else None)
     log.event(WorldFormed(step, facts["machines"], facts["shares"], facts["efficiency"]))
     log.message(facts["text"])
+    if not world.writes:
+        _report(membership.send, [STARTED, step])
 
 
 def exchange_seconds(world: World, learner: Learner) -> float:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from rank_processes import free_address
@@ -16,7 +16,8 @@ from trm.backends.base import load_backend
 from trm.backends.pytorch import rendezvous, world
 from trm.backends.world import Address, FormingFailed, Member, PeerLost
 from trm.plan import Execution
-from trm.training.machines import GUESTS, LOST, LOST_PEER, Seat, host_membership
+from trm.training.joining import _Reports
+from trm.training.machines import GUESTS, LOST, LOST_PEER, Seat, guest_membership, host_membership
 
 FACTS = {"recipe": {"training": {"effective_batch_size": 6}}}
 PATIENCE_SECONDS = 60.0
@@ -158,6 +159,42 @@ def connected(address):
         except PeerLost:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def guest_that_joins(address, rows):
+    world.FORMING_SECONDS = 1.0
+    seat = Seat(address, "air", 60.0, wait_seconds=PATIENCE_SECONDS)
+    backend = load_backend(Execution())
+    guest_membership(seat, backend, lambda facts: None, Member("air"), rows.send).meeting.close()
+
+
+def cannot_connect(store, place):
+    raise PeerLost("connection refused")
+
+
+@pytest.mark.slow
+def test_a_guest_reports_every_attempt_to_connect_and_whether_it_succeeded():
+    context = multiprocessing.get_context("forkserver")
+    reports = _Reports()
+    for connects, attempts in ((False, 1), (False, 2), (True, 0)):
+        rows, theirs = context.Pipe(duplex=False)
+        with host_of() as host:
+            guest = context.Process(target=guest_that_joins, args=(host.address, theirs))
+            guest.start()
+            theirs.close()
+            members = [Member("host"), *host.members(1, PATIENCE_SECONDS)]
+            if connects:
+                host.form(members, [3, 3], nobody)
+            else:
+                host.connect = cannot_connect
+                with pytest.raises(FormingFailed, match="refused"):
+                    host.form(members, [3, 3], nobody)
+            with suppress(EOFError):
+                while True:
+                    assert reports.receive(rows.recv())
+            guest.join(PATIENCE_SECONDS)
+        assert guest.exitcode == (0 if connects else LOST_PEER)
+        assert reports.attempts == attempts
 
 
 def host_that_forms(address, rows):

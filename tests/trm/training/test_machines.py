@@ -1,24 +1,33 @@
 """Addresses, seats and what a machine that joins accepts."""
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import Recorder, run_config, sudoku_dataset
 
-from macbook_optimization.errors import ConfigError, DataError, RunError
+from macbook_optimization.children import ChildDied
+from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
 from trm.backends.world import Address
 from trm.config import RunConfig
+from trm.plan import Execution, Plan
 from trm.runs.directory import JOIN_TOKEN, Run, begin, open_run
 from trm.tasks.registry import load_task
 from trm.training import joining
 from trm.training.hosting import DEFAULT_PORT, listening, parse_address, split_token, token_of
 from trm.training.joining import guest_config
+from trm.training.loop import Outcome
 from trm.training.machines import (
+    CONNECTED,
+    CONNECTING,
     GUESTS,
     LOST,
+    LOST_PEER,
+    STARTED,
     Seat,
     check_facts,
     check_token,
@@ -143,6 +152,57 @@ def test_a_supervisor_remembers_the_guests_and_records_who_was_lost():
         assert not hosting.receive(["message", "text"], log)
     assert log.events[0].machines == ["air"]
     assert "Lost air (no sign of life for 5 s)" in log.messages[0]
+
+
+def supervise(monkeypatch, config, *ends):
+    """Supervise trainers of a guest, each of which reports some rows and then ends; return the outcome."""
+    remaining = list(ends)
+
+    def run(guest, seat, plan, reports):
+        rows, end = remaining.pop(0)
+        assert all(reports.receive(row) for row in rows)
+        if isinstance(end, Outcome):
+            return end
+        raise ChildDied(end, False, "")
+
+    monkeypatch.setattr(joining, "_run", run)
+    guest = joining._Guest(config, SimpleNamespace(display=Recorder()), {}, "studio")
+    smallest = Plan.of(Execution(gradient_checkpointing="all"), 1, config.training.effective_batch_size)
+    outcome = joining._supervise(guest, SEAT, smallest)
+    assert not remaining
+    return outcome
+
+
+UNCONNECTED = ([[CONNECTING], [LOST, [], "the connection to studio was closed"]], LOST_PEER)
+FINISHED = ([], Outcome(Path("run"), "max_steps", 90, 1.0, None, None))
+
+
+def trained_from(step):
+    return [[CONNECTING], [CONNECTED], [STARTED, step]]
+
+
+def test_a_guest_that_cannot_connect_ends_after_three_attempts_in_a_row(monkeypatch, dataset):
+    config = run_config(dataset)
+    lost = ([*trained_from(0), [LOST, ["air"], "no sign of life for 60 s"]], LOST_PEER)
+    waited = ([[LOST, ["studio"], "the connection to studio was closed"]], LOST_PEER)
+    outlived = [*[UNCONNECTED] * 2, lost, *[UNCONNECTED] * 2, *[waited] * 5, lost]
+    assert supervise(monkeypatch, config, *outlived, FINISHED).step == 90
+    rang = ([[CONNECTING]], -signal.SIGALRM)  # MLX waited too long
+    with pytest.raises(RunError, match="3 times in a row, but the machines could not connect") as ended:
+        supervise(monkeypatch, config, *outlived, UNCONNECTED, rang, UNCONNECTED)
+    assert "at any port" in ended.value.hint
+
+
+def test_a_guest_forgets_deaths_before_the_newest_checkpoint_of_the_run(monkeypatch, dataset):
+    config = run_config(dataset)
+
+    def killed(step):
+        return trained_from(step), -signal.SIGKILL
+
+    steps = [0, 0, 100, 100, 200, 200]
+    assert supervise(monkeypatch, config, *map(killed, steps), FINISHED).step == 90
+    with pytest.raises(MemoryBudgetError, match="with the smallest possible plan"):
+        supervise(monkeypatch, config, *map(killed, [100, 200, 200, 200]))
 
 
 def facts_and_digests(config):

@@ -169,7 +169,7 @@ class Guest(_Meeting):
         self.store = client(address, timeout_seconds)
         self.facts: JsonObject = json.loads(self.store.get("facts"))
 
-    def join(self, member: Member, on_lost: OnLost) -> World:
+    def join(self, member: Member, on_lost: OnLost, on_forming: Callable[[], None] = lambda: None) -> World:
         """Announce this machine, and wait until the host forms a world with it."""
         try:
             arrival = self.store.add("arrivals", 1)
@@ -179,6 +179,7 @@ class Guest(_Meeting):
             group = json.loads(self.store.get("group"))
             if arrival not in group["arrivals"]:  # the host is training; it will end this world soon
                 self._wait_for("never")
+            on_forming()
             return self._world(group, arrival, self.local)
         except RuntimeError as error:  # the store is gone
             raise PeerLost(f"{self.host} has ended this world") from error
