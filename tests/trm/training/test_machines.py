@@ -8,16 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import ThreadWorld
 from tiny import Recorder, run_config, sudoku_dataset
 
 from macbook_optimization.children import ChildDied
 from macbook_optimization.errors import ConfigError, DataError, MemoryBudgetError, RunError
-from trm.backends.world import Address
+from trm.backends.world import Address, Member
 from trm.config import RunConfig
 from trm.plan import Execution, Plan
 from trm.runs.directory import JOIN_TOKEN, Run, begin, open_run
 from trm.tasks.registry import load_task
-from trm.training import joining
+from trm.training import joining, machines
 from trm.training.hosting import DEFAULT_PORT, listening, parse_address, split_token, token_of
 from trm.training.joining import guest_config
 from trm.training.loop import Outcome
@@ -28,6 +29,7 @@ from trm.training.machines import (
     LOST,
     LOST_PEER,
     STARTED,
+    Membership,
     Seat,
     check_facts,
     check_token,
@@ -152,6 +154,17 @@ def test_a_supervisor_remembers_the_guests_and_records_who_was_lost():
         assert not hosting.receive(["message", "text"], log)
     assert log.events[0].machines == ["air"]
     assert "Lost air (no sign of life for 5 s)" in log.messages[0]
+
+
+@pytest.mark.parametrize(("seconds", "predicted", "warns"), [(0.25, "80%", False), (0.3, "77%", True)])
+def test_a_predicted_efficiency_below_80_percent_is_a_warning(seconds, predicted, warns):
+    members = [Member("studio", 32.0), Member("air", 16.0)]  # each computes for a second
+    membership = Membership(ThreadWorld(0, (32, 16), None), members)
+    text = machines._described(membership, seconds)["text"]
+    assert "2 machines share 48 slots: studio 32, air 16." in text
+    assert f"predicted efficiency {predicted}" in text
+    assert text.startswith("warning: ") == warns
+    assert ("a faster connection or a larger training.effective_batch_size would help" in text) == warns
 
 
 def supervise(monkeypatch, config, *ends):
