@@ -151,6 +151,36 @@ def test_a_guest_that_waits_to_be_included_notices_a_host_that_freezes():
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
+def test_a_guest_does_not_wait_long_for_a_host_that_freezes_while_nobody_watches_it():
+    """Between its connection and its first sign of life, and after the last one."""
+    address = free_address()
+    process = multiprocessing.get_context("forkserver").Process(target=listen_only, args=(address,))
+    process.start()
+    try:
+        joining, closing = connected(address), connected(address)
+        closing.names, closing.beats = ["host", "air"], ["beat/0", "beat/1"]
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(PeerLost):
+            joining.join(Member("air"), nobody)
+        assert closing.lost_names() == ["host"]
+        assert time.monotonic() - started < 20
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.slow
+def test_a_guest_does_not_wait_long_for_a_host_that_says_nothing_about_its_run():
+    with host_of() as host:
+        host.store.delete_key("facts")
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="does not answer"):
+            guest_of(host.address, timeout_seconds=1.0)
+        assert time.monotonic() - started < 20
+
+
 def connected(address):
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:

@@ -70,19 +70,23 @@ class _Meeting:
         """Return who is gone after a lost connection.
 
         A process that has noticed the loss reports to the store before it ends. Another one may still
-        compute; then its heartbeats go on.
+        compute; then its heartbeats go on. If the store is gone or does not answer, the host is.
         """
-        deadline = time.monotonic() + SURVIVORS_SECONDS
         try:
-            self.store.set(f"survivor/{self.rank}", "")
-            before = {rank: self._count(rank) for rank in range(len(self.names))}
-            missing = list(before)
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._lives(rank, before[rank])]
-                time.sleep(POLL_SECONDS)
-        except RuntimeError:  # the store is gone
+            missing: list[int] = within(2 * SURVIVORS_SECONDS, self._missing)
+        except (RuntimeError, TimeoutError):
             return [self.host]
         return [self.names[rank] for rank in missing]
+
+    def _missing(self) -> list[int]:
+        deadline = time.monotonic() + SURVIVORS_SECONDS
+        self.store.set(f"survivor/{self.rank}", "")
+        before = {rank: self._count(rank) for rank in range(len(self.names))}
+        missing = list(before)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self._lives(rank, before[rank])]
+            time.sleep(POLL_SECONDS)
+        return missing
 
     def _lives(self, rank: int, count: int) -> bool:
         reported: bool = self.store.check([f"survivor/{rank}"])
@@ -167,13 +171,13 @@ class Guest(_Meeting):
         super().__init__(address, host, timeout_seconds)
         self.local = local
         self.store = client(address, timeout_seconds)
-        self.facts: JsonObject = json.loads(self.store.get("facts"))
+        # The time is limited here and in `join` until the watchdog runs, in case the host freezes.
+        self.facts: JsonObject = json.loads(within(timeout_seconds, lambda: self.store.get("facts")))
 
     def join(self, member: Member, on_lost: OnLost, on_forming: Callable[[], None] = lambda: None) -> World:
         """Announce this machine, and wait until the host forms a world with it."""
         try:
-            arrival = self.store.add("arrivals", 1)
-            self.store.set(_description(arrival), json.dumps(asdict(member)))
+            arrival = within(self.timeout_seconds, lambda: self._announce(member))
             self._start_watchdog(_beat(arrival), on_lost)  # the host may be lost before it forms a world
             self._wait_for("group")
             group = json.loads(self.store.get("group"))
@@ -181,8 +185,13 @@ class Guest(_Meeting):
                 self._wait_for("never")
             on_forming()
             return self._world(group, arrival, self.local)
-        except RuntimeError as error:  # the store is gone
+        except (RuntimeError, TimeoutError) as error:  # the store is gone
             raise PeerLost(f"{self.host} has ended this world") from error
+
+    def _announce(self, member: Member) -> int:
+        arrival: int = self.store.add("arrivals", 1)
+        self.store.set(_description(arrival), json.dumps(asdict(member)))
+        return arrival
 
     def _wait_for(self, key: str) -> None:
         while not parent_is_gone():
@@ -230,5 +239,5 @@ def host_meeting(
 def guest_meeting(address: Address, host: str, timeout_seconds: float, local: str) -> Guest:
     try:
         return Guest(address, host, timeout_seconds, local)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise PeerLost(f"{address} does not answer") from error
