@@ -53,7 +53,7 @@ def _rank(compute, how, queue, arguments, rank):
     queue.put((world.rank, compute(world, *arguments)))
     queue.close()
     queue.join_thread()
-    world.close()
+    assert world.close(world.rank) == world.size - 1
     meeting.close()
 
 

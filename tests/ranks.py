@@ -65,8 +65,8 @@ class ThreadWorld:
         whole = self.exchange(self.rank, whole)[self.writer]
         own.copy_(torch.split(whole, self.shares, dim)[self.rank])
 
-    def close(self):
-        return None
+    def close(self, wish=0):
+        return self.agree([wish])[0]
 
 
 def thread_worlds(shares, writer=0):

@@ -111,7 +111,9 @@ class World(Protocol):
         """Fill each rank's tensor with its range of the tensor of all slots, which only the writer has."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, wish: int = 0) -> int:
+        """End the world, after a last agreement: return the maximum over all ranks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,8 @@ class SingleProcess:
     def scatter(self, whole: Any, own: Any, dim: int) -> None:
         own[...] = whole
 
-    def close(self) -> None:
-        return None
+    def close(self, wish: int = 0) -> int:
+        return wish
 
 
 def owned_slots(world: World) -> slice:

@@ -90,13 +90,17 @@ class Membership:
     def has_newcomers(self) -> bool:
         return self.host is not None and self.host.has_newcomers()
 
-    def close(self, *, leaving: int = 0) -> None:
-        """End this world. The host expects all who have arrived again, except for those who leave."""
+    def close(self, *, leaving: int = 0, stops: bool = False) -> bool:
+        """End this world; return whether the host stops, which passes this as `stops`.
+
+        The host expects all who have arrived again, except for those who leave.
+        """
         if self.host is not None:
             _report(self.send, [GUESTS, self.host.arrivals() - leaving])
-        self.world.close()
+        host_stops = self.world.close(int(stops and self.world.writes))
         if self.meeting is not None:
             self.meeting.close()
+        return bool(host_stops)
 
     def end_after_loss(self, loss: PeerLost) -> None:
         """End this process after another machine was lost: the supervisor starts it again."""

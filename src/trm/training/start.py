@@ -157,8 +157,9 @@ def train_with_others(
         introduce(membership, state.learner, state.step, log)
         with stop_signals() as stop, trainer.resources, profiler or nullcontext():
             outcome = trainer.run(limits, stop)
-            membership.close(leaving=trainer.together.agreed.leave)
-        return _as_seen_here(outcome, trainer, stop)
+            leaving = trainer.together.agreed.leave
+            host_stops = membership.close(leaving=leaving, stops=stop.arrived)
+        return _as_seen_here(outcome, trainer, stop, host_stops)
     except PeerLost as loss:
         membership.end_after_loss(loss)
         raise
@@ -210,16 +211,18 @@ def _begin(trainer: Trainer, plan: Plan, limits: Limits, here: Surroundings) -> 
     log.write("hardware.json", json.dumps(describe_machine(), indent=2))
 
 
-def _as_seen_here(outcome: Outcome, trainer: Trainer, stop: StopRequest) -> Outcome:
-    """Return the outcome on this machine, which ends if a stop arrived after the last agreement.
+def _as_seen_here(outcome: Outcome, trainer: Trainer, stop: StopRequest, host_stops: bool) -> Outcome:
+    """Return the outcome on this machine, which ends if a stop arrived after the last agreement on steps.
 
-    A guest that was asked to stop has left, whatever the others do; without the host, they wait for it.
+    A guest that was asked to stop has left, whatever the others do; without the host, they end as well.
     """
-    if outcome.reason != REGROUPING or not stop.requested:
+    if outcome.reason != REGROUPING:
         return outcome
     if not trainer.log.writes:
-        return replace(outcome, reason=LEFT)
-    if not stop.arrived:  # the supervisor has ended
+        if stop.requested:
+            return replace(outcome, reason=LEFT)
+        return replace(outcome, reason="interrupted") if host_stops else outcome
+    if not stop.arrived:
         return outcome
     peak = trainer.tuner.read_peak()
     trainer.log.event(Stopped("interrupted", outcome.step, outcome.seconds, peak))

@@ -268,8 +268,12 @@ def test_a_stop_at_a_host_that_trains_alone_takes_precedence_over_a_machine_that
     assert {(outcome.reason, outcome.step) for outcome in outcomes} == {("interrupted", 4)}
 
 
-@pytest.mark.parametrize(("stopped", "reasons"), [(0, ["interrupted", REGROUPING]), (1, [REGROUPING, LEFT])])
-def test_a_stop_after_the_last_agreement_ends_training_on_that_machine(tmp_path, dataset, stopped, reasons):
+@pytest.mark.parametrize(
+    ("stopped", "reasons"), [(0, ["interrupted", "interrupted"]), (1, [REGROUPING, LEFT])]
+)
+def test_a_stop_after_the_last_agreement_ends_that_machine_and_at_the_host_all_of_them(
+    tmp_path, dataset, stopped, reasons
+):
     stops = {}
 
     def prepare(trainer, stop):
@@ -287,9 +291,14 @@ def test_a_stop_after_the_last_agreement_ends_training_on_that_machine(tmp_path,
 
     trainers, outcomes = train_ranks(recipe(dataset), tmp_path / "run", prepare=prepare)
     assert {(outcome.reason, outcome.step) for outcome in outcomes} == {(REGROUPING, 4)}
-    places = zip(trainers, outcomes, strict=True)
-    found = [start._as_seen_here(outcome, each, stops[each.state.world.rank]) for each, outcome in places]
-    assert [outcome.reason for outcome in found] == reasons
+
+    def close(trainer):
+        world = trainer.state.world
+        stop = stops[world.rank]
+        host_stops = Membership(world).close(stops=stop.arrived)
+        return start._as_seen_here(outcomes[world.rank], trainer, stop, host_stops)
+
+    assert [outcome.reason for outcome in together(trainers, close)] == reasons
     events = [row["event"] for row in Run(tmp_path / "run").rows("events.jsonl")]
     assert (events[-1] == "stopped") == (stopped == 0)
 

@@ -87,15 +87,16 @@ class RingWorld:
             if rank == self.rank:
                 own[...] = received
 
-    def close(self) -> None:
+    def close(self, wish: int = 0) -> int:
         """Wait for the others, so that none of them loses this process while it still needs it.
 
         The first time, signs of life are still expected, as MLX has no time limit.
         """
-        self.agree([0])
+        (found,) = self.agree([wish])
         self.before_closing()
         with _time_limit(CLOSING_SECONDS):
             self.agree([0])
+        return found
 
     def _of_rank(self, rank: int, array: Numbers) -> Numbers:
         """Return the array that one rank has; those of the others only have its shape."""

@@ -129,10 +129,10 @@ class GlooWorld:
         _wait(lambda: self.group.recv([buffer], rank, 0))
         return buffer
 
-    def close(self) -> None:
+    def close(self, wish: int = 0) -> int:
         """Wait for the others, so that none of them loses this process while it still needs it."""
         self.before_closing()
-        self._maximum([0], CLOSING_SECONDS)
+        return self._maximum([wish], CLOSING_SECONDS)[0]
 
 
 def _dtype_on_the_wire(tensor: Tensor) -> torch.dtype:
