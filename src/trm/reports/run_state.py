@@ -27,8 +27,8 @@ def _sentence(run: Run, state: RunState) -> str:
         return "No step of it has been recorded yet."
     if state.name == "crashed":
         return (
-            f"It ended without a last word after step {state.step:,}: the process was killed, or the machine "
-            f"went down. `trm train {run.path}` resumes it from its newest checkpoint."
+            f"It crashed after step {state.step:,}: the process was killed, or the machine went down. "
+            f"`trm train {run.path}` resumes it from its newest checkpoint."
         )
     how = f"ended after step {state.step:,}" if state.stop is None else one_line(describe_event(state.stop))
     return f"It {how}." if state.has_ended else f"It {how}. `trm train {run.path}` resumes it."

@@ -1,7 +1,7 @@
 """Whether a run is being trained, has finished, was stopped, or crashed: the one place that decides it.
 
-A trainer holds the lock of its run for as long as it lives, however it ends, and records `stopped` as its
-last word. A run whose lock is free and whose last start has no such event has therefore crashed. How long ago
+A trainer holds the lock of its run for as long as it lives, however it ends, and its last event is
+`stopped`. A run whose lock is free and whose last start has no such event has therefore crashed. How long ago
 a row was written decides nothing: a step may take minutes.
 """
 

@@ -1,4 +1,4 @@
-"""What a start that ended without a last word has lost: the steps after its newest checkpoint."""
+"""What a start that crashed has lost: the steps after its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def find_crash(run: Run, step: int) -> Crashed | None:
 def describe_crash(crash: Crashed) -> str:
     repeated = crash.repeated_steps
     lost = f"{counted(repeated, 'step')} will be repeated" if repeated else "no step is lost"
-    return f"The last start ended without a last word after step {crash.reported_step}: {lost}."
+    return f"The last start crashed after step {crash.reported_step}: {lost}."

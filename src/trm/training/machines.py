@@ -115,7 +115,7 @@ def _end_after_loss(send: Send, names: Sequence[str], cause: str) -> NoReturn:
 
 
 def _report(send: Send, row: list[object]) -> None:
-    """Tell the supervisor, if it still runs. Without it, this process has all the more reason to end."""
+    """Send a row to the supervisor. If that has ended, this process ends soon as well."""
     with suppress(OSError):
         send(row)
 

@@ -141,7 +141,7 @@ def test_every_bit_arrives_and_sums_are_in_the_precision_of_the_array():
     assert guests == [{**common, "gathered": None}] * 2
 
 
-def sum_for_ever(world, directory):
+def sum_forever(world, directory):
     while True:
         world.sum(np.ones(1000, dtype=np.float32))
         (directory / str(world.rank)).touch()
@@ -152,7 +152,7 @@ def sum_for_ever(world, directory):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_dead_or_frozen_process_ends_the_other_within_the_deadline(lost, fault, tmp_path):
     how = {"timeout_seconds": PEER_TIMEOUT_SECONDS, "backend": "mlx"}
-    processes, _ = start_ranks(sum_for_ever, (1, 1), tmp_path, **how)
+    processes, _ = start_ranks(sum_forever, (1, 1), tmp_path, **how)
     try:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(list(tmp_path.iterdir())) < 2:

@@ -47,7 +47,7 @@ def assert_same_update(ours, theirs, **tolerance):
 
 
 def shared_state(learner):
-    """Return what is the same on all ranks, without asking the others."""
+    """Return what is the same on all ranks, as this one has it."""
     state = {"weights": learner.model.state_dict(), "optimizer": learner.optimizer.moments}
     return {**state, "ema": learner.averaged.state_dict()}
 

@@ -91,10 +91,10 @@ def test_a_guest_that_ended_before_it_described_itself_is_left_out():
         place = host.form([Member("host"), *members], [3, 3], nobody)
         thread.join(PATIENCE_SECONDS)
         assert (place.rank, joined[0].rank) == (0, 1)
-        host.asked_at = 0.0
+        host.checked_at = 0.0
         assert not host.has_newcomers()
         host.store.set("arrival/1", json.dumps({"name": "late"}))  # it was only slow
-        host.asked_at = 0.0
+        host.checked_at = 0.0
         assert host.has_newcomers()
         guest.close()
 

@@ -1,4 +1,4 @@
-"""A start that died without a last word is recorded by the next one: what it lost, and where it goes on."""
+"""A start that crashed is recorded by the next one: what it lost, and where it continues."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_a_crash_is_an_event_of_the_start_that_follows_it(tmp_path, dataset):
     run(config, tmp_path / "run", max_step=4)
     crashed = crash_after(tmp_path / "run", 9)
     messages = resumed(config, crashed.path)
-    assert "The last start ended without a last word after step 9: 5 steps will be repeated." in messages
+    assert "The last start crashed after step 9: 5 steps will be repeated." in messages
     (event,) = [row for row in crashed.rows(EVENTS) if row["event"] == "crashed"]
     assert (event["step"], event["reported_step"], event["repeated_steps"]) == (4, 9, 5)
     view = view_of(crashed, config)

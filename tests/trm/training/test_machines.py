@@ -129,7 +129,7 @@ def test_a_machine_joins_only_the_run_whose_token_it_names():
             check_token({"host": "studio", "token": token}, SEAT)
 
 
-def test_a_seat_survives_the_way_to_the_trainer():
+def test_a_seat_is_the_same_for_the_trainer():
     assert Seat.from_json(json.loads(json.dumps(SEAT.to_json()))) == SEAT
 
 

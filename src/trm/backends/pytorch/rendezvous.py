@@ -23,7 +23,7 @@ from trm.backends.world import Address, FormingFailed, Member, OnLost, PeerLost,
 
 POLL_SECONDS = 0.1
 NEWCOMERS_SECONDS = 0.5  # between two checks of who has arrived
-WAIT_SECONDS = 1.0  # for the host, between two checks whether anybody waits for this process
+WAIT_SECONDS = 1.0  # for the host, between two checks that the supervisor of this process still runs
 SURVIVORS_SECONDS = 3.0  # to show a sign of life after a connection was lost; there is one per second
 INTRODUCTION_SECONDS = 2.0  # between the arrival of a guest and its description
 Connect = Callable[[Any, Place], World]  # connects the ranks of a world, which find each other in a store
@@ -120,7 +120,7 @@ class Host(_Meeting):
         self.store.set("facts", json.dumps(facts))
         self.num_known = 0  # guests when the world was formed
         self.present: list[int] = []  # those of them that have described themselves
-        self.asked_at = time.monotonic()
+        self.checked_at = time.monotonic()
 
     def arrivals(self) -> int:
         """Return how many guests have arrived since the store was opened."""
@@ -128,11 +128,11 @@ class Host(_Meeting):
         return found
 
     def has_newcomers(self) -> bool:
-        """Return whether a guest has arrived since the world was formed; the store is asked now and then."""
+        """Return whether a guest has arrived since the world was formed; read twice per second."""
         now = time.monotonic()
-        if now - self.asked_at < NEWCOMERS_SECONDS:
+        if now - self.checked_at < NEWCOMERS_SECONDS:
             return False
-        self.asked_at = now
+        self.checked_at = now
         late = set(range(1, self.num_known + 1)) - set(self.present)
         return self.arrivals() > self.num_known or any(map(self._is_described, late))
 
@@ -214,7 +214,7 @@ def _description(arrival: int) -> str:
 def client(address: Address, timeout_seconds: float) -> Any:
     """Connect to the store of the host; raise `PeerLost` if it does not answer.
 
-    torch waits for ever for a machine that accepts a connection and then disappears.
+    torch waits forever for a machine that accepts a connection and then disappears.
     """
 
     def connect() -> Any:
