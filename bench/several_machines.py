@@ -1,7 +1,8 @@
 """Measure training by several machines: `python bench/several_machines.py processes|links|messages`.
 
-`processes`: two `trm` processes of one thread each against one of two threads, on the same cores, in turns.
-The ratio is that of their samples per second, without evaluations and saves.
+`processes`: two `trm` processes of one thread each against one of two threads, in turns, on the same two
+cores (Linux; elsewhere, use a machine that has two). The ratio is that of their samples per second, without
+evaluations and saves.
 
 `links`: two network namespaces and a cable of limited rate between them (root, ip and tc). Efficiency is
 the share of the time in which the slowest machine computes; what `trm` predicts when the machines meet is
@@ -51,10 +52,9 @@ STEADY = (
     *WITHOUT_EVALUATION,
     "training.max_steps=1000000",
     "plan.report=false",
-    "plan.dynamic_batch_sizing=false",
-    "plan.compile=false",
     "checkpoints.every_seconds=100000",
 )
+ON_EACH = ("plan.compile=false", "limits.dynamic_batch_sizing=false")  # a host does not send them to a guest
 SAME_DEPTH = "training.depths={0: 2}"  # the same work in every step; text has no recursion
 SIZE = ("plan.micro_batch_size=4",)  # nothing is tuned, and the slots are divided equally
 LINK_RECIPE = (
@@ -84,10 +84,10 @@ class Machines:
 
     def start(self, recipe: Sequence[str], plan: Sequence[str], *, together: bool) -> None:
         listen = ("--listen", f"{self.address}:0") if together else ()
-        self._command(0, ("train", *recipe, *plan, "--run", "run", *listen))
+        self._command(0, ("train", *recipe, *ON_EACH, *plan, "--run", "run", *listen))
         if together:
             place = wait_for(self._place)
-            self._command(1, ("join", place, *plan))
+            self._command(1, ("join", place, *ON_EACH, *plan))
 
     def _command(self, machine: int, words: Sequence[str]) -> None:
         directory = self.directory / ("host", "guest")[machine]
@@ -143,6 +143,8 @@ def samples_per_second(rows: Sequence[Row]) -> float:
 
 
 def processes(recipes: Sequence[str], pairs: int, seconds: float) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     with tempfile.TemporaryDirectory(prefix="machines-") as directory:
         root = Path(directory)
         for name in recipes:
