@@ -6,12 +6,13 @@ The rows are copies of one with other steps, losses and times; nothing is traine
 
 import json
 import math
-import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from macbook_optimization.memory_readings import peak_bytes
+from macbook_optimization.units import MIB
 from trm.reports.report import write_report
 from trm.reports.tensorboard import write_event_files
 from trm.runs.directory import EVENTS, METRICS, Run
@@ -61,7 +62,7 @@ def main() -> None:
             write(run)
             wall = time.perf_counter() - began
             cpu = time.process_time() - used
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            peak = peak_bytes() / MIB
             sys.stdout.write(f"{name}: {wall:.1f} s, {cpu:.1f} s of CPU, peak {peak:.0f} MiB so far\n")
 
 

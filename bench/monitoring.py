@@ -1,8 +1,8 @@
 """What watching costs: the speed of a training step with and without monitoring, live view and logging.
 
-Run `python bench/monitoring.py [--recipes sudoku-6x6,maze-10x10] [--turns 12]`. One `trm train` runs on a
+Run `python bench/monitoring.py [--recipes sudoku-6x6,maze-10x10] [--turns 40]`. One `trm train` runs on a
 terminal of 100 columns. Its parent process samples, reads the run, diagnoses and draws; the bench pauses that
-process alone (SIGSTOP) in every second turn, while the trainer continues. What the trainer itself does for
+process alone (SIGSTOP) in every other turn, while the trainer continues. What the trainer itself does for
 logging (rows, progress, timers) cannot be paused, so it is timed on its own and added. The ratio of each pair
 of neighbouring turns is one measurement; the median and its standard error are shown, and beside them what
 the processor time of that parent process is of all cores, which noise of the machine does not affect.
