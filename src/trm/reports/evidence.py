@@ -19,12 +19,12 @@ from trm.reports.samples import Load, Regime, Sample, last_rows, sample_of, summ
 from trm.reports.thresholds import Thresholds
 from trm.runs import events
 from trm.runs.rows import Row, number
+from trm.runs.skimming import NUM_FIRST_ROWS
 from trm.schedule import value_at
 
 MAX_STEP = 2**53  # a larger one is damage
 MAX_STEPS_PER_ROW = 100_000  # likewise
 MAX_FIRST_STEPS = 100  # in the first row, or its loss is that of a model that has learned already
-NUM_FIRST_ROWS = 3  # whose loss is the loss at the beginning of a run
 # Events after which a step may take another time, or the loss may be another one.
 CHANGES = (
     *events.STARTS,
@@ -154,10 +154,10 @@ class Evidence:
     @property
     def initial_loss(self) -> float | None:
         """The loss of the first rows; None if they are averages over many steps."""
-        curve = self.history.train
-        if len(curve) < NUM_FIRST_ROWS or not curve["step"][0] <= MAX_FIRST_STEPS:
+        first = self.history.first
+        if len(first) < NUM_FIRST_ROWS or not number(first[0].get("step")) <= MAX_FIRST_STEPS:
             return None
-        initial = max(curve["loss"][:NUM_FIRST_ROWS])
+        initial = max(number(row.get("loss")) for row in first)
         return initial if 0 < initial < math.inf else None
 
     def recent_samples(self, seconds: float) -> list[Sample] | None:

@@ -16,6 +16,7 @@ from macbook_optimization.macos_readers import THERMAL_LEVELS
 from trm.runs.directory import Run
 from trm.runs.lost_rows import Place, Repetition, repetition, seconds_of
 from trm.runs.rows import NAN, Row, number
+from trm.runs.skimming import NUM_FIRST_ROWS
 from trm.runs.state import LastRecorded
 
 MAX_POINTS = 2000  # of a curve
@@ -99,6 +100,7 @@ class History:
 
     train: Curves = field(default_factory=lambda: Curves(TRAIN_COLUMNS))
     resources: Curves = field(default_factory=lambda: Curves(RESOURCE_COLUMNS))
+    first: list[Row] = field(default_factory=list)  # of training; curves average theirs in a long run
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))  # of training
     recent_resources: deque[Row] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     evaluations: list[Row] = field(default_factory=list)
@@ -137,6 +139,8 @@ class History:
         if repeats is not None:
             self.train.forget_end(lambda point: repeats.covers(Place(point["step"], point["seconds"])))
             self._count_as_repeated(repeats)
+        if len(self.first) < NUM_FIRST_ROWS:
+            self.first.append(row)
         self.recent.append(row)
         self.train.add(row)
         self._add_spent(row, sign=1)

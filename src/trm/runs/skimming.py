@@ -1,8 +1,9 @@
 """Reading a long file of rows in bounded time and memory: a sample of its training rows, and all others.
 
 A week of training writes half a million rows, and a curve needs a few thousand of them. Of a long file, every
-k-th training row is parsed, and so are all rows of the last part and all rows of other kinds. The seconds
-(`spent`, `waited_for`) of the rows in between are added to those of the next one, so the sums are exact.
+k-th training row is parsed, and so are the first ones, all rows of the last part and all rows of other kinds.
+The seconds (`spent`, `waited_for`) of the rows in between are added to those of the next one, so the sums are
+exact.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from macbook_optimization.json_types import parse_json
 from macbook_optimization.units import MIB
 from trm.runs.rows import Row, kind_of
 
+NUM_FIRST_ROWS = 3  # of training, always parsed: what the loss was at the beginning
 MAX_SAMPLED_ROWS = 30_000
 WHOLE_BYTES = 8 * MIB  # a file up to this size is read in full
 _TAIL_BYTES = MIB // 2  # at the end, in full: about a thousand rows
@@ -61,7 +63,8 @@ class _Skim:
         """Return the row, or None if it is damaged or one of many."""
         if line.startswith(_TRAIN):
             self.num_train += 1
-            if self.num_train % self.stride and offset < self.tail_begin:
+            is_first = self.num_train <= NUM_FIRST_ROWS
+            if self.num_train % self.stride and offset < self.tail_begin and not is_first:
                 self._pass_over(line)
                 return None
         row = _parse_line(line)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stories import BUDGET, GIB, plan_on, story
 
 from trm.reports.diagnosis import diagnose
+from trm.reports.history import MAX_POINTS
 from trm.runs.directory import Run, begin
 from trm.runs.events import (
     BatchShrunk,
@@ -233,6 +234,19 @@ def test_a_loss_above_that_of_the_first_steps_is_unstable(told):
     assert told.tell(200, row={"loss": 0.1}) == []
     (finding,) = told.tell(200, row={"loss": 3.5})
     assert "above the 2." in finding.evidence
+
+
+def test_a_loss_that_diverges_after_hours_is_compared_with_that_of_the_first_steps(tmp_path):
+    """By then, the first point of the curve is an average over hundreds of steps."""
+    long = story(tmp_path)
+    for _ in range(2 * MAX_POINTS):
+        long.step += 80
+        long.now += 1
+        facts = {"step": long.step, "time": long.now, "samples_per_second": 480.0, "num_steps": 80}
+        long.history.add([{"kind": "train", "loss": 2.0 if long.step < 300 else 0.1, **facts}])
+    assert long.history.train["step"][0] > 100
+    (finding,) = long.tell(100, row={"loss": 3.5})
+    assert "The loss is 3.5, above the 2 of the first steps" in finding.evidence
 
 
 def test_a_loss_that_rises_again_is_unstable(told):

@@ -40,6 +40,7 @@ def test_of_a_long_file_a_sample_of_the_training_rows_is_read(long_file):
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert len(steps) < 1.2 * MAX_SAMPLED_ROWS
     assert steps == sorted(set(steps))
+    assert steps[:3] == [1, 2, 3], "the loss of the first steps is compared with that of the last ones"
     assert steps[-100:] == list(range(2 * MAX_SAMPLED_ROWS - 99, 2 * MAX_SAMPLED_ROWS + 1))
 
 
