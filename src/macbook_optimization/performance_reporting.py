@@ -279,10 +279,12 @@ class Diagnosis:
 
 def measure_load(seconds: float = 0.5) -> MachineLoad:
     """Measure the load of the whole machine, this process included, during this many seconds."""
+    monitor = ResourceMonitor()
+    monitor.get_thermal_state()  # a counter of throttling is compared with its next reading
     return MachineLoad(
         memory_percent=psutil.virtual_memory().percent,
         cpu_percent=psutil.cpu_percent(interval=seconds),
-        is_throttling=ResourceMonitor().get_thermal_state().is_throttling,
+        is_throttling=monitor.get_thermal_state().is_throttling,
     )
 
 

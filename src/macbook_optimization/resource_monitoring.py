@@ -41,6 +41,7 @@ class ThermalState(Mapping[str, bool | float | str | None]):
     temperature: float | None  # degrees Celsius, of the hottest sensor near the processor
     level: str | None  # on macOS: nominal, moderate, heavy, trapping, sleeping
     speed_limit_percent: int | None
+    is_at_limit: bool | None = None  # a sensor near the processor is at its critical temperature, on Linux
 
     def __getitem__(self, name: str) -> bool | float | str | None:
         if name not in tuple(self):
@@ -55,16 +56,16 @@ class ThermalState(Mapping[str, bool | float | str | None]):
         return len(fields(self))
 
     def is_too_hot(self, limit_celsius: float = 85.0) -> bool | None:
-        """Whether the processor is above the limit or throttling; None if the system reports neither.
+        """Whether the processor is above the limit, at that of its sensor, or throttling.
 
-        None is false in an `if`, so a machine that reports nothing is never paused. A Mac reports no
-        temperature, so there the answer depends on throttling alone.
+        None if the system reports none of these, which is false in an `if`, so a machine that reports nothing
+        is never paused. A Mac reports no temperature, so there the answer depends on throttling alone.
         """
         if self.temperature is not None and self.temperature > limit_celsius:
             return True
         if self.temperature is None and self.is_throttling is None:
             return None
-        return bool(self.is_throttling)
+        return bool(self.is_throttling or self.is_at_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,11 @@ class Reading(Protocol):
     def current(self) -> float: ...
     @property
     def high(self) -> float | None: ...
+    @property
+    def critical(self) -> float | None: ...
+
+
+Sensors = Mapping[str, Iterable[Reading]]  # by their name
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +153,15 @@ def other_cpu_percent(seconds: float = 0.2) -> float:
 
 
 class ResourceMonitor(BackgroundMonitor):
-    """Samples CPU load, memory and temperature. `root` is where /proc and /sys are found."""
+    """Samples CPU load, memory and temperature.
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    `root` is where /proc and /sys are found, and `sensors` reads the temperatures.
+    """
+
+    def __init__(self, root: Path = Path("/"), sensors: Callable[[], Sensors] | None = None) -> None:
         super().__init__()
         self._root = root
+        self._sensors = read_sensors if sensors is None else sensors
         self._process = psutil.Process()
         self._latest: ResourceSample | None = None
         self._throttle_count: int | None = None
@@ -164,21 +174,19 @@ class ResourceMonitor(BackgroundMonitor):
     def get_thermal_state(self) -> ThermalState:
         """Read temperature and throttling now; monitoring need not be running.
 
-        On Linux, throttling shows as a counter that rises between two calls. The first call can only compare
-        temperatures with the limits of the sensors.
+        On Linux, throttling shows as a counter that rises between two calls, so the first call cannot know
+        it. Where there is no counter it stays unknown: a warm sensor does not show that anything is slower.
         """
         if on_macos():
             level = macos.thermal_pressure(macos.run_tool(*macos.THERMAL_PRESSURE))
             return macos_thermal_state(_speed_limit(), level)
-        temperature, is_at_limit = hottest(_sensors())
+        temperature, is_at_limit = hottest(self._sensors())
         before = self._throttle_count
         self._throttle_count = linux.throttle_count(self._root)
         has_risen = None
         if self._throttle_count is not None and before is not None:
             has_risen = self._throttle_count > before
-        return ThermalState(
-            _either(has_risen, is_at_limit), temperature, level=None, speed_limit_percent=None
-        )
+        return ThermalState(has_risen, temperature, None, None, is_at_limit)
 
     def begin(self) -> None:
         psutil.cpu_percent()  # both measure since the previous call
@@ -191,7 +199,7 @@ class ResourceMonitor(BackgroundMonitor):
             process_cpu_percent=self._process.cpu_percent(),
             rss_bytes=self._process.memory_info().rss,
             available_bytes=available_memory(self._root),
-            temperature=hottest(_sensors())[0],
+            temperature=hottest(self._sensors())[0],
             speed_limit_percent=_speed_limit(),
         )
 
@@ -271,10 +279,14 @@ class RunningClock(BackgroundMonitor):
         return gap if gap <= self.pause_seconds else 0.0
 
 
-def hottest(sensors: Mapping[str, Iterable[Reading]]) -> tuple[float | None, bool | None]:
-    """Return the highest temperature near the processor, and whether a sensor there is at its own limit."""
+def hottest(sensors: Sensors) -> tuple[float | None, bool | None]:
+    """Return the highest temperature near the processor, and whether a sensor there is at its own limit.
+
+    That is its critical temperature: at `high`, which may be 20 degrees below, only the fans become faster.
+    """
     readings = [reading for name in _CPU_SENSORS for reading in sensors.get(name, ())]
-    at_limit = [reading.current >= reading.high for reading in readings if reading.high]
+    limits = [(reading.current, reading.critical or reading.high) for reading in readings]
+    at_limit = [current >= limit for current, limit in limits if limit]
     highest = max((reading.current for reading in readings), default=None)
     return highest, any(at_limit) if at_limit else None
 
@@ -290,7 +302,7 @@ def macos_thermal_state(speed_limit_percent: int | None, level: str | None) -> T
     return ThermalState(_either(is_limited, has_throttled_level), None, level, speed_limit_percent)
 
 
-def _sensors() -> Mapping[str, Iterable[Reading]]:
+def read_sensors() -> Sensors:
     return psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
 
 

@@ -117,8 +117,8 @@ def test_the_thermal_state_has_attributes_and_is_a_mapping():
     assert state["is_throttling"] == state.is_throttling
     assert "is_throttling" in state
     assert "humidity" not in state
-    assert list(state) == ["is_throttling", "temperature", "level", "speed_limit_percent"]
-    assert len(state) == 4
+    assert list(state) == ["is_throttling", "temperature", "level", "speed_limit_percent", "is_at_limit"]
+    assert len(state) == 5
     assert dict(state) == asdict(state)
     assert state.get("temperature", 0.0) == state.temperature
     assert state.get("humidity") is None
@@ -158,16 +158,35 @@ def test_rising_throttle_counts_are_throttling(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text("7\n", encoding="utf-8")
     monitor = ResourceMonitor(tmp_path)
-    too_hot = hottest(psutil.sensors_temperatures())[1]
-    assert monitor.get_thermal_state().is_throttling is too_hot, "one reading shows no rise"
-    assert monitor.get_thermal_state().is_throttling is bool(too_hot)
+    assert monitor.get_thermal_state().is_throttling is None, "one reading shows no rise"
+    assert monitor.get_thermal_state().is_throttling is False
     counts[1].write_text("8\n", encoding="utf-8")
     assert monitor.get_thermal_state().is_throttling is True
-    assert monitor.get_thermal_state().is_throttling is bool(too_hot)
+    assert monitor.get_thermal_state().is_throttling is False
 
 
-def reading(current, high=None):
-    return SimpleNamespace(current=current, high=high)
+@linux_only
+def test_a_warm_sensor_is_not_throttling(tmp_path):
+    monitor = ResourceMonitor(tmp_path, lambda: {"coretemp": [reading(82.0, 80.0, 100.0)]})
+    expected = ThermalState(None, 82.0, level=None, speed_limit_percent=None, is_at_limit=False)
+    assert [monitor.get_thermal_state() for _ in range(2)] == [expected, expected]
+    assert not expected.is_too_hot()
+
+
+@linux_only
+def test_a_sensor_at_its_critical_temperature_is_too_hot_whatever_the_counter_says(tmp_path):
+    counter = tmp_path / "sys/devices/system/cpu/cpu0/thermal_throttle/core_throttle_count"
+    counter.parent.mkdir(parents=True)
+    counter.write_text("7\n", encoding="utf-8")
+    monitor = ResourceMonitor(tmp_path, lambda: {"coretemp": [reading(100.0, 80.0, 100.0)]})
+    monitor.get_thermal_state()
+    state = monitor.get_thermal_state()
+    assert (state.is_throttling, state.is_at_limit) == (False, True)
+    assert state.is_too_hot(limit_celsius=110)
+
+
+def reading(current, high=None, critical=None):
+    return SimpleNamespace(current=current, high=high, critical=critical)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +198,8 @@ def reading(current, high=None):
             {"coretemp": [reading(61.0, 100.0), reading(64.5, 100.0)], "acpitz": [reading(27.8)]},
             (64.5, False),
         ),
+        ({"coretemp": [reading(82.0, 80.0, 100.0)]}, (82.0, False)),
+        ({"coretemp": [reading(100.0, 80.0, 100.0)]}, (100.0, True)),
         ({"k10temp": [reading(95.0, 95.0)]}, (95.0, True)),
         ({"acpitz": [reading(50.0, 0.0)]}, (50.0, None)),
     ],

@@ -128,11 +128,10 @@ def examine(display: Display) -> Examination:
 
 
 def _read_conditions() -> Conditions:
-    return Conditions(
-        thermal=ResourceMonitor().get_thermal_state(),
-        stall_percent=read_memory().stall_percent,
-        other_cpu_percent=other_cpu_percent(),
-    )
+    monitor = ResourceMonitor()
+    monitor.get_thermal_state()  # a counter of throttling is compared with its next reading
+    other_percent = other_cpu_percent()
+    return Conditions(monitor.get_thermal_state(), read_memory().stall_percent, other_percent)
 
 
 def _plan_default_recipe(hardware: HardwareSpecs, display: Display) -> tuple[Plan, tuple[DeviceResult, ...]]:
@@ -161,6 +160,10 @@ def recommend(
     if conditions.thermal.is_throttling:
         yield Recommendation(
             "The CPU is throttled because of heat.", "improve the airflow, and pause other programs"
+        )
+    elif conditions.thermal.is_at_limit:
+        yield Recommendation(
+            "The CPU is at its critical temperature.", "improve the airflow, and pause other programs"
         )
     yield from _recommend_quiet_cores(platform, speeds, conditions)
 

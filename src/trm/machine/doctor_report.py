@@ -102,6 +102,8 @@ def _heat_line(state: ThermalState) -> str:
         reported.append(f"level {state.level}")
     if state.is_throttling is not None:
         reported.append("throttled" if state.is_throttling else "not throttled")
+    if state.is_at_limit:
+        reported.append("at the critical temperature of a sensor")
     return f"heat       {', '.join(reported) or NOT_REPORTED}"
 
 

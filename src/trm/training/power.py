@@ -98,7 +98,7 @@ class PowerControl:
         return percent
 
     def too_hot(self) -> str | None:
-        """Return why the machine is too hot, if it is: above the user's limit, or throttled by the system.
+        """Return why the machine is too hot, if it is: above a limit, or throttled by the system.
 
         A limit replaces no report of throttling: a Mac has no temperatures to compare with it.
         """
@@ -110,6 +110,8 @@ class PowerControl:
             return f"the processor is at {thermal.temperature:.0f} °C, above {limit:g}"
         if thermal.is_throttling:
             return "the system throttles the processor"
+        if thermal.is_at_limit:
+            return "the processor is at the critical temperature of its sensor"
         return None
 
     def _react_to_heat(self, step: int, save: Callable[[], bool], check: Check) -> None:

@@ -70,6 +70,7 @@ def test_a_healthy_machine_needs_no_recommendation():
         ({"hardware": replace(HARDWARE, power=PowerSpecs(True, 50.0))}, "On battery"),
         ({"conditions": replace(QUIET, stall_percent=7.0)}, "wait for memory 7 % of the time"),
         ({"conditions": replace(QUIET, thermal=replace(COOL, is_throttling=True))}, "throttled"),
+        ({"conditions": replace(QUIET, thermal=replace(COOL, is_at_limit=True))}, "critical temperature"),
         ({"conditions": replace(QUIET, other_cpu_percent=60.0)}, "Other programs use 60 % of the CPU"),
         ({"speeds": Speeds({"float32": {1: 1e11, 4: 1.1e11}}, None)}, "4 threads are only 1.1 times as fast"),
     ],

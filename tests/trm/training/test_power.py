@@ -244,6 +244,7 @@ def test_a_machine_that_only_waits_may_sleep(tmp_path, dataset):
     [
         (None, ThermalState(True, 60.0, None, None), True),
         (None, ThermalState(False, 99.0, None, None), False),
+        (None, ThermalState(False, 100.0, None, None, is_at_limit=True), True),
         (85.0, ThermalState(None, 86.0, None, None), True),
         (85.0, ThermalState(None, 84.0, None, None), False),
         (85.0, ThermalState(None, None, "nominal", None), False),
@@ -252,7 +253,7 @@ def test_a_machine_that_only_waits_may_sleep(tmp_path, dataset):
         (None, None, False),
     ],
 )
-def test_too_hot_is_above_the_user_s_limit_or_throttled_by_the_system(tmp_path, dataset, limit, thermal, hot):
+def test_too_hot_is_above_a_limit_or_throttled_by_the_system(tmp_path, dataset, limit, thermal, hot):
     sensor = Sensor(thermal=thermal)
     made = control(tmp_path, dataset, sensor, thermal_throttle_threshold=limit)
     assert (made.too_hot() is not None) == hot
