@@ -22,6 +22,7 @@ from macbook_optimization.hardware_detection import GIB, available_memory
 from macbook_optimization.memory_management import MemoryModel
 from trm.plan import Execution, Plan
 from trm.runs.directory import EVENTS, METRICS, Run
+from trm.runs.events import Advised
 from trm.training.loop import Limits
 from trm.training.preparation import prepare
 from trm.training.start import OUT_OF_MEMORY
@@ -350,7 +351,8 @@ def test_micro_batches_are_smaller_while_another_program_takes_much_of_the_memor
     parent.send_signal(signal.SIGINT)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 130, errors
-    assert events() == ["plan", "data", "data mapped", "batch shrunk", "batch grown", "stopped"]
+    happened = [name for name in events() if name != Advised.name]  # other programs may be busy, too
+    assert happened == ["plan", "data", "data mapped", "batch shrunk", "batch grown", "stopped"]
 
 
 BASE = """
