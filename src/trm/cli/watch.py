@@ -46,15 +46,15 @@ def _follow(watched: Watched) -> None:
 
     with ProgressDisplay() as display:
         display.panel(watched)
-        printed_at = time.monotonic()
+        next_frame_at = time.monotonic()
         while not watched.view.state.has_ended:
-            time.sleep(INTERVAL_SECONDS)
-            watched.update()
             if display.is_live:
                 display.draw()
-            elif time.monotonic() - printed_at >= PLAIN_SECONDS:
-                printed_at = time.monotonic()
+            elif time.monotonic() >= next_frame_at:
+                next_frame_at = time.monotonic() + PLAIN_SECONDS
                 echo(f"{_frame(watched)}\n")
+            time.sleep(INTERVAL_SECONDS)
+            watched.update()
 
 
 def _frame(watched: Watched) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from macbook_optimization.errors import ConfigError, RunError
@@ -19,11 +20,15 @@ Identity = tuple[int, int, int]  # device, inode and time of a recipe
 
 @dataclass
 class Watched:
-    """A view that follows its run directory. Nothing here writes to it."""
+    """A view that follows its run directory. Nothing here writes to it.
+
+    A display formats it in its own thread, so it is not brought up to date at the same time.
+    """
 
     run: Run
     view: RunView
     recipe: Identity | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: Path) -> Watched:
@@ -35,6 +40,10 @@ class Watched:
 
     def update(self) -> None:
         """Take in what is new; start again with another recipe. What cannot be read is left as it is."""
+        with self._lock:
+            self._update()
+
+    def _update(self) -> None:
         recipe = _identity(self.run)
         if recipe is not None and recipe != self.recipe:
             try:
@@ -48,11 +57,13 @@ class Watched:
             return
 
     def lines(self, columns: int, *, ascii_only: bool) -> list[str]:
-        title = f"{one_line(str(self.run.path))}: {self.view.described_state()}"
-        return [*fit_texts([title], columns), *self.view.lines(columns, ascii_only=ascii_only)]
+        with self._lock:
+            title = f"{one_line(str(self.run.path))}: {self.view.described_state()}"
+            return [*fit_texts([title], columns), *self.view.lines(columns, ascii_only=ascii_only)]
 
     def summary(self) -> str:
-        return self.view.summary()
+        with self._lock:
+            return self.view.summary()
 
     def facts(self) -> JsonObject:
         return {"run": str(self.run.path), **self.view.facts()}

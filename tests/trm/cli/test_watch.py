@@ -15,7 +15,11 @@ from contextlib import suppress
 import forked
 import psutil
 import pytest
+from recorded import recorded_run
 from tiny import FOUR, TINY, TRM
+
+from trm.cli.watch import PLAIN_SECONDS
+from trm.runs.directory import only_trainer
 
 START = [TRM, "train", "sudoku-6x6", *FOUR, *TINY, "plan.micro_batch_size=16"]
 
@@ -67,6 +71,21 @@ def test_a_locale_without_unicode_and_any_width(finished, columns):
     done = subprocess.run(command, cwd=finished, capture_output=True, text=True, env=environment)
     assert done.stdout.isascii()
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
+
+
+@pytest.mark.slow
+def test_without_a_terminal_the_first_frame_comes_at_once(tmp_path):
+    run = recorded_run(tmp_path / "run", stopped=False)
+    with only_trainer(run.path):
+        began = time.monotonic()
+        command = [TRM, "watch", "run"]
+        viewer = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            assert b"run: running" in viewer.stdout.readline()
+            assert time.monotonic() - began < PLAIN_SECONDS
+        finally:
+            viewer.kill()
+            viewer.communicate()
 
 
 def test_a_directory_that_is_not_a_run_is_refused(tmp_path):

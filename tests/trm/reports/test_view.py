@@ -1,6 +1,8 @@
 """The screen about a run: what it shows, in any width, from files in any state."""
 
 import json
+import sys
+import threading
 import time
 
 import pytest
@@ -122,6 +124,33 @@ def test_a_run_that_is_replaced_is_read_again(run, config):
     write(run, METRICS, [train_row(3)])
     watched.update()
     assert "step 3 of 77" in "\n".join(watched.lines(80, ascii_only=True))
+
+
+def test_a_view_is_not_formatted_while_it_is_brought_up_to_date(run):
+    """A display formats in its own thread, several times per second."""
+    watched = Watched.open(run.path)
+    errors, stop = [], threading.Event()
+
+    def format_all_the_time():
+        try:
+            while not stop.is_set():
+                watched.lines(80, ascii_only=False)
+        except RuntimeError as error:  # such as "deque mutated during iteration"
+            errors.append(error)
+
+    thread = threading.Thread(target=format_all_the_time)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for step in range(300):
+            run.record(events.LowBattery(7.0, step))
+            watched.update()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def test_a_recipe_that_cannot_be_read_for_a_moment_changes_nothing(run):
