@@ -158,7 +158,8 @@ def _verdict(found: Comparison, verdict: Verdict) -> str:
     if verdict.better is None:
         return f"the same, {values}."
     letter = {"first": "A", "second": "B"}[verdict.better]
-    examples = found.first.examples
     if verdict.is_clear is False:
+        counts = dict.fromkeys([found.first.examples, found.second.examples])
+        examples = " and ".join(map(str, counts))
         return f"{letter}, {values}; with {examples} examples, the difference may be chance."
     return f"{letter} was better, {values}."

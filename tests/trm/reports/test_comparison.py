@@ -113,6 +113,8 @@ def test_a_difference_that_few_examples_explain_may_be_chance(make_run):
     found = compare_runs(make_run("a", [0.50], examples=20), make_run("b", [0.55], examples=20))
     assert (found.at_equal_steps.better, found.at_equal_steps.is_clear) == ("second", False)
     assert "with 20 examples, the difference may be chance" in describe_comparison(found)
+    found = compare_runs(make_run("c", [0.50], examples=20), make_run("d", [0.55], examples=30))
+    assert "with 20 and 30 examples, the difference may be chance" in describe_comparison(found)
     assert differ_clearly((0.5, 1000), (0.55, 1000))
     assert not differ_clearly((0.5, 100), (0.55, 100))
     assert differ_clearly((0.5, None), (0.9, 100)) is None
