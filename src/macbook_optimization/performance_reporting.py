@@ -261,7 +261,7 @@ def analyze_performance_bottlenecks(
 @dataclass(frozen=True, slots=True)
 class MachineLoad:
     memory_percent: float
-    cpu_percent: float  # of all cores
+    cpu_percent: float  # of the cores that training may use
     is_throttling: bool | None  # None where the system does not report it
 
 
@@ -303,8 +303,12 @@ def diagnose_slow_training(
             Issue(problem, "Close other programs, use smaller micro-batches, or stream the dataset.")
         )
     if load.cpu_percent < 50:
-        problem = f"only {load.cpu_percent:.0f} % of the CPU is in use"
-        issues.append(Issue(problem, "Use more threads, or check which math library torch was built with."))
+        problem = f"only {load.cpu_percent:.0f} % of the CPU that training may use is busy"
+        advice = (
+            "Try another number of threads or larger micro-batches, or check which math library torch was "
+            "built with."
+        )
+        issues.append(Issue(problem, advice))
     if load.is_throttling:
         issues.append(Issue("the processor is throttled because it is too hot", _COOLING_ADVICE))
     return Diagnosis("severe" if current_sps < 0.5 * expected_sps else "moderate", tuple(issues))

@@ -66,7 +66,7 @@ def diagnose(run: Run, history: History) -> list[Finding]:
     config = run.config
     evidence = Evidence(config, metric=metric_of(run))
     evidence.update(history)
-    found = find_problems(evidence, find_earlier_run(run, config, evidence.plan))
+    found = find_problems(evidence, find_earlier_run(run, config, evidence.plan, evidence.began))
     return [finding for finding in found if finding.kind != CONTENTION]
 
 
@@ -109,7 +109,7 @@ class Watchdog:
             self._num_evaluations = len(history.evaluations)
             evidence.metric = metric_of(self.run) or evidence.metric
         if evidence.has_baseline and not had_baseline:
-            self._earlier = find_earlier_run(self.run, self.config, evidence.plan)
+            self._earlier = find_earlier_run(self.run, self.config, evidence.plan, evidence.began)
         found = self._without_our_own(find_problems(evidence, self._earlier))
         return self._new(found)
 

@@ -12,7 +12,7 @@ from trm.config import RunConfig
 from trm.plan import Plan
 from trm.runs.directory import METRICS, RESOURCES, Run, is_run
 from trm.runs.lost_rows import Place, repetition
-from trm.runs.rows import Row, kind_of, number
+from trm.runs.rows import MAX_RATE, Row, kind_of, number
 
 MAX_BYTES = 8 * MIB  # of metrics that are read to find out: about four hours of training
 MAX_RUNS = 20  # beside this one that are looked at, the newest first
@@ -42,13 +42,16 @@ class EarlierRun:
         return self.seconds[place - 1] + share * (self.seconds[place] - self.seconds[place - 1])
 
 
-def find_earlier_run(run: Run, config: RunConfig, plan: Plan | None) -> EarlierRun | None:
-    """Return the newest run beside this one that learned the same, on the same machine and device."""
+def find_earlier_run(run: Run, config: RunConfig, plan: Plan | None, began: float) -> EarlierRun | None:
+    """Return the newest run beside this one that learned the same, on the same machine and device.
+
+    It ended before `began`, the time of the first row of this run.
+    """
     if plan is None:
         return None
     try:
         machine = _machine_of(run)
-        siblings = [] if machine is None else _siblings(run)
+        siblings = [] if machine is None else _siblings(run, began)
     except (LaptopError, OSError):  # a directory that cannot be read has nothing to compare with
         return None
     learned = config.what_is_learned()
@@ -63,18 +66,20 @@ def find_earlier_run(run: Run, config: RunConfig, plan: Plan | None) -> EarlierR
     return None
 
 
-def _siblings(run: Run) -> list[Run]:
-    """Return the other runs of the directory whose files can be read quickly, the newest first."""
+def _siblings(run: Run, before: float) -> list[Run]:
+    """Return the other runs of the directory that had ended and can be read quickly, the newest first."""
     newest_first = []
     for path in run.path.resolve().parent.iterdir():
         try:
             if path == run.path.resolve() or not is_run(path):
                 continue
-            status = (path / METRICS).stat()
-        except OSError:
+            if (path / METRICS).stat().st_size > MAX_BYTES:
+                continue
+            ended = number((Run(path).last_row() or {}).get("time"))
+        except (LaptopError, OSError):
             continue
-        if status.st_size <= MAX_BYTES:
-            newest_first.append((status.st_mtime, path))
+        if ended < before:
+            newest_first.append((ended, path))
     return [Run(path) for _, path in sorted(newest_first, reverse=True)[:MAX_RUNS]]
 
 
@@ -107,4 +112,4 @@ def pace_of(run: Run) -> EarlierRun:
 
 
 def _is_usable(row: Row) -> bool:
-    return number(row.get("step")) < math.inf and number(row.get("samples_per_second")) > 0
+    return number(row.get("step")) < math.inf and 0 < number(row.get("samples_per_second")) < MAX_RATE

@@ -18,7 +18,7 @@ from trm.reports.history import NUM_RECENT, History
 from trm.reports.samples import Load, Regime, Sample, last_rows, sample_of, summarise
 from trm.reports.thresholds import Thresholds
 from trm.runs import events
-from trm.runs.rows import Row, number
+from trm.runs.rows import MAX_RATE, Row, number
 from trm.runs.skimming import NUM_FIRST_ROWS
 from trm.schedule import value_at
 
@@ -96,7 +96,8 @@ class Evidence:
         """Add a sample, unless the first step of the row is unknown, as in the first row of a start."""
         before = self._row
         time = number(row.get("time"))
-        if before is None or not (time > self.since and number(row.get("samples_per_second")) > 0):
+        has_rate = 0 < number(row.get("samples_per_second")) < MAX_RATE
+        if before is None or not (time > self.since and has_rate):
             return
         first_step = number(before.get("step")) + 1
         is_same_start = bisect(self._starts, time) == bisect(self._starts, number(before.get("time")))
@@ -132,6 +133,12 @@ class Evidence:
     @property
     def step(self) -> int:
         return self.samples[-1].step if self.samples else self.history.step
+
+    @property
+    def began(self) -> float:
+        """The time of the first row of the run; NaN if it does not say."""
+        first = self.history.first
+        return number(first[0].get("time")) if first else math.nan
 
     @property
     def now(self) -> float:

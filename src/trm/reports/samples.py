@@ -61,11 +61,6 @@ class Load:
     on_battery: bool
 
     @property
-    def cpu_percent(self) -> float:
-        """Of all cores."""
-        return 100 * (self.own_cores + self.other_cores) / self.cores
-
-    @property
     def is_throttling(self) -> bool | None:
         return None if self.throttled_share is None else self.throttled_share >= 0.5
 

@@ -91,6 +91,8 @@ def _times(percent: float) -> str:
 
 def _drop_percent(rates: Sequence[float], baseline: float, slow_rows_share: float) -> float | None:
     """Return by how much rates dropped; None unless their average and most of them did."""
+    if not rates:
+        return None
     regression = PerformanceRegression(baseline, window=len(rates))
     has_dropped = [regression.check_regression(rate) for rate in rates][-1]
     num_slow = sum(rate < regression.tolerance * baseline for rate in rates)
@@ -105,11 +107,17 @@ def _is_on_battery(evidence: Evidence) -> bool:
 
 
 def _machine_load(evidence: Evidence) -> MachineLoad:
-    """Return the load of the recent rows; what is not known explains nothing."""
+    """Return the load of the recent rows; what is not known explains nothing.
+
+    The cores are those of the threads that compute: others are idle because the plan leaves them free, and
+    beside a GPU these are, too.
+    """
     load = evidence.load(evidence.thresholds.slow_seconds)
     if load is None:
         return MachineLoad(memory_percent=0.0, cpu_percent=100.0, is_throttling=None)
-    return MachineLoad(load.memory_percent, load.cpu_percent, load.is_throttling)
+    is_on_cpu = evidence.plan is not None and evidence.plan.execution.device == "cpu"
+    cpu_percent = 100 * load.own_cores / evidence.threads_in_use if is_on_cpu else 100.0
+    return MachineLoad(load.memory_percent, cpu_percent, load.is_throttling)
 
 
 def slower_run(evidence: Evidence, earlier: EarlierRun | None) -> Finding | None:

@@ -17,6 +17,7 @@ from macbook_optimization.json_types import JsonMapping, JsonObject
 Row = JsonObject  # as read from a file, of this or an earlier version
 Kind = Literal["train", "eval", "resources"]
 NAN = math.nan
+MAX_RATE = 1e12  # samples per second: a row that claims more is damaged
 
 
 @dataclass(frozen=True, slots=True)

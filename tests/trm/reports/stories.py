@@ -16,6 +16,7 @@ from trm.runs.events import PlanChosen
 GIB = 2**30
 BUDGET = 8 * GIB
 UPDATE_SECONDS = 5
+BEGAN = 1e9
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Story:
     noise: float = 0.1  # relative standard deviation of the time of a step
     thresholds: Thresholds = field(default_factory=Thresholds)
     history: History = field(default_factory=History)
-    now: float = 1e9
+    now: float = BEGAN
     step: int = 0
     plan: Plan = field(default_factory=lambda: plan_on(2))
 
@@ -111,8 +112,9 @@ def changed(facts, changes):
     return {**facts, **{key: value(facts) if callable(value) else value for key, value in changes.items()}}
 
 
-def plan_on(threads, size=4):
-    return Plan.of(Execution(threads=threads, workers=threads), size, 6, budget_bytes=BUDGET)
+def plan_on(threads, size=4, **execution):
+    how = Execution(threads=threads, workers=threads, **execution)
+    return Plan.of(how, size, 6, budget_bytes=BUDGET)
 
 
 def story(tmp_path, seed=0, noise=0.1, **changes):

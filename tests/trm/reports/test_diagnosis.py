@@ -9,10 +9,12 @@ import key_reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import BUDGET, GIB, plan_on, story
+from stories import BEGAN, BUDGET, GIB, plan_on, story
 
 from trm.reports.diagnosis import diagnose
+from trm.reports.earlier_runs import EarlierRun
 from trm.reports.history import MAX_POINTS
+from trm.reports.speed_problems import slower_run
 from trm.runs.directory import Run, begin
 from trm.runs.events import (
     BatchShrunk,
@@ -33,6 +35,7 @@ TERMINAL = {
 BUSY = {"cpu_percent": [100.0, 100.0], "process_cpu_percent": 100.0}
 STARVED = {"spent": {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}}
 HALF_IDLE = {"cpu_percent": 120.0}
+HOUR = 3600.0
 
 
 @pytest.fixture
@@ -187,6 +190,31 @@ def test_a_regression_is_explained_by_the_load_of_the_machine(told):
     (finding,) = told.tell(300, slowness=0.05, resources=full)
     assert "94 % of memory is in use" in finding.evidence
     assert finding.advice.startswith("Close other programs")
+
+
+@pytest.mark.parametrize(
+    ("plan", "percent"), [(plan_on(1), 97.0), (plan_on(1, device="cuda"), 30.0)], ids=["one thread", "GPU"]
+)
+def test_cores_that_the_plan_leaves_idle_explain_no_regression(tmp_path, plan, percent):
+    told = story(tmp_path)
+    told.choose(plan)
+    load = {"cpu_percent": [percent, 1.0], "process_cpu_percent": percent}
+    assert told.tell(100, row={"cpu_percent": percent}, resources=load) == []
+    (finding,) = told.tell(200, slowness=0.03, row={"cpu_percent": percent}, resources=load)
+    assert finding.kind == "regression"
+    assert "nothing that was measured explains it" in finding.evidence
+
+
+def test_a_regression_is_explained_by_threads_that_are_idle(told):
+    half_idle = {"cpu_percent": [45.0, 45.0], "process_cpu_percent": 85.0}
+    (finding,) = told.tell(200, slowness=0.05, resources=half_idle)
+    assert re.search(r"only 4\d % of the CPU that training may use is busy", finding.evidence)
+
+
+@pytest.mark.parametrize("rate", [math.inf, 1e308])
+def test_a_rate_that_no_machine_has_is_passed_over(told, rate):
+    assert told.tell(10, row={"samples_per_second": rate}) == []
+    assert told.tell(100) == []
 
 
 def test_slower_steps_on_battery_are_not_a_problem(told):
@@ -375,18 +403,38 @@ def write_run(told, path):
     return run
 
 
+def beside(other, seconds):
+    """Return the story of a run in the same directory that begins this long after another one did."""
+    late = story(other.run.path.parent)
+    late.now = BEGAN + seconds
+    late.run = write_run(other, late.run.path)
+    late.watchdog.run = late.run
+    return late
+
+
 def test_a_run_that_is_slower_than_an_earlier_one_is_reported(tmp_path):
     fast = story(tmp_path)
     fast.tell(200)
     write_run(fast, tmp_path / "fast")
     other_seed = story(tmp_path, seed=5)
-    slow = story(tmp_path)
-    slow.run = write_run(fast, tmp_path / "run")
-    slow.watchdog.run = slow.run
+    slow = beside(fast, HOUR)
     (finding,) = slow.tell(200, slowness=0.03)
     assert finding.kind == "slower than an earlier run"
     assert "1.5 times as long as in fast" in finding.evidence
     assert other_seed.tell(200, slowness=0.021) == []
+
+
+def test_a_run_that_went_on_after_this_one_began_is_not_an_earlier_one(tmp_path):
+    fast = story(tmp_path)
+    fast.tell(200)
+    write_run(fast, tmp_path / "fast")
+    assert beside(fast, -HOUR).tell(200, slowness=0.03) == []
+    assert beside(fast, 100).tell(200, slowness=0.03) == []
+
+
+def test_an_earlier_run_whose_steps_took_no_time_says_nothing(told):
+    """As rows with damaged rates claim."""
+    assert slower_run(told.watchdog.evidence, EarlierRun("damaged", [1, 10**6], [5.0, 5.0])) is None
 
 
 def test_runs_of_other_recipes_or_machines_are_not_compared(tmp_path):
@@ -396,8 +444,7 @@ def test_runs_of_other_recipes_or_machines_are_not_compared(tmp_path):
     larger = story(tmp_path)
     larger.tell(150, resources={"total_bytes": 32 * GIB})
     write_run(larger, tmp_path / "other machine")
-    slow = story(tmp_path)
-    write_run(slow, tmp_path / "run")
+    slow = beside(story(tmp_path), HOUR)
     slow.run.append("resources.jsonl", slow.resource_row({}))
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "recipe.yaml").write_text("[")
