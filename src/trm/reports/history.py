@@ -15,7 +15,7 @@ from macbook_optimization.json_types import JsonMapping
 from macbook_optimization.macos_readers import THERMAL_LEVELS
 from trm.runs.directory import Run
 from trm.runs.lost_rows import Place, Repetition, repetition, seconds_of
-from trm.runs.rows import NAN, Row, number
+from trm.runs.rows import NAN, Row, memory_of, number
 from trm.runs.skimming import NUM_FIRST_ROWS
 from trm.runs.state import LastRecorded
 
@@ -117,7 +117,7 @@ class History:
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             kind = row.get("kind")
-            self.peak_bytes = _largest(self.peak_bytes, row.get("rss_bytes"), row.get("peak_bytes"))
+            self.peak_bytes = _largest(self.peak_bytes, memory_of(row), row.get("peak_bytes"))
             if kind in ("train", "eval"):
                 self.last = self.last._replace(row=row)
             if kind == "train":

@@ -35,14 +35,15 @@ def memory_bottleneck(evidence: Evidence) -> Finding | None:
     load = evidence.load(evidence.thresholds.machine_seconds)
     if not budget or load is None:
         return None
-    used_mb = load.rss_bytes / MIB
+    used = load.rss_bytes + (evidence.samples[-1].device_bytes if evidence.samples else 0.0)
+    used_mb = used / MIB
     found = analyze_performance_bottlenecks({"memory_usage_mb": [used_mb]}, total_memory_mb=budget / MIB)
     if not found["memory_bottleneck"]:
         return None
     return Finding(
         MEMORY,
         evidence.step,
-        f"The trainer uses {used_mb:,.0f} MiB, {load.rss_bytes / budget:.0%} of its memory budget of "
+        f"The trainer uses {used_mb:,.0f} MiB, {used / budget:.0%} of its memory budget of "
         f"{budget / MIB:,.0f} MiB.",
         "Close other programs and resume, raise limits.memory_limit_mb or limits.memory_fraction, or set "
         "plan.gradient_checkpointing=alternate.",

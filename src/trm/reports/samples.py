@@ -11,7 +11,7 @@ from typing import TypeVar
 from trm.backends.base import EXCHANGE
 from trm.config import RunConfig
 from trm.planning.warmup import BACKWARD_CYCLES
-from trm.runs.rows import Row, number
+from trm.runs.rows import Row, memory_of, number
 from trm.schedule import cycles_of_steps
 
 Regime = tuple[object, ...]
@@ -31,7 +31,7 @@ class Sample:
     micro_batch_size: float
     loss: float
     grad_norm: float
-    rss_bytes: float
+    device_bytes: float  # that the driver of a GPU holds; 0 without one
     cpu_percent: float  # of one core
     spent: Mapping[str, float]
 
@@ -81,7 +81,7 @@ def sample_of(row: Row, first_step: int, regime: Regime, config: RunConfig) -> S
         micro_batch_size=number(row.get("micro_batch_size")),
         loss=number(row.get("loss")),
         grad_norm=number(row.get("grad_norm")),
-        rss_bytes=number(row.get("rss_bytes")),
+        device_bytes=memory_of(row) - number(row.get("rss_bytes")),
         cpu_percent=number(row.get("cpu_percent")),
         spent={str(name): number(seconds) for name, seconds in activities.items()},
     )

@@ -23,7 +23,7 @@ from trm.reports.history import History
 from trm.runs.directory import Run
 from trm.runs.events import LimitsSet, PlanChosen
 from trm.runs.metric import metric_label
-from trm.runs.rows import Row, number
+from trm.runs.rows import Row, memory_of, number
 from trm.runs.state import RunState, state_of
 from trm.tasks.metrics import goodness, shown_value
 
@@ -182,14 +182,15 @@ class RunView:
         return [cell for cell in cells if cell]
 
     def _memory(self, row: Row, ascii_only: bool) -> str:
-        rss = number(row.get("rss_bytes"))
-        if not math.isfinite(rss):
+        newest = self.history.recent[-1] if self.history.recent else {}
+        used = memory_of({**row, "device_bytes": newest.get("device_bytes")})
+        if not math.isfinite(used):
             return ""
         budget = None if self.plan is None else self.plan.budget_bytes
         if not budget:
-            return f"memory {rss / GIB:.2f} GiB"
-        bar = _bar(rss / budget, _BAR_COLUMNS // 2, ascii_only)
-        return f"memory {bar} {rss / GIB:.2f} of {budget / GIB:.1f} GiB"
+            return f"memory {used / GIB:.2f} GiB"
+        bar = _bar(used / budget, _BAR_COLUMNS // 2, ascii_only)
+        return f"memory {bar} {used / GIB:.2f} of {budget / GIB:.1f} GiB"
 
     def _plan(self) -> list[str]:
         if self.plan is None:

@@ -42,6 +42,7 @@ class TrainRow:
     waited_for: Mapping[str, float] | None = None  # likewise, by machine for which all others waited
     by_cycles: Mapping[str, tuple[int, float]] | None = None  # steps and their seconds, if depths differ
     num_steps: int | None = None  # that this row is the average of; earlier versions did not record it
+    device_bytes: int | None = None  # that the driver of a GPU holds, beside the resident memory
 
     def to_json(self) -> Row:
         facts = {name: value for name, value in asdict(self).items() if value is not None}
@@ -106,6 +107,12 @@ def kind_of(row: JsonMapping) -> str:
     if "event" in row:
         return "event"
     return "train" if "samples_per_second" in row else "eval"
+
+
+def memory_of(row: JsonMapping) -> float:
+    """Return the resident memory that a row reports, and what the driver of a GPU holds, if anything."""
+    device = number(row.get("device_bytes"))
+    return number(row.get("rss_bytes")) + (device if math.isfinite(device) else 0.0)
 
 
 def number(value: object) -> float:

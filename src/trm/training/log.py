@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -119,6 +119,7 @@ class StepMetrics:
     """Averages over the steps since the last row, written about once per second, at first after fewer steps.
 
     `stage` and `phase` are those at which the run begins or resumes; only changes of them are reported.
+    `driver_bytes` reads what the driver of a GPU holds.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class StepMetrics:
         log: RunLog,
         stage: Stage | None = None,
         phase: PhaseConfig | None = None,
-        every_seconds: float = ROW_SECONDS,
         leaks: LeakWatch | None = None,
+        driver_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.log = log
         self.stage = stage
         self.phase = phase
-        self.every_seconds = every_seconds
+        self.driver_bytes = driver_bytes
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
         self.leaks = leaks or LeakWatch()
@@ -160,7 +161,7 @@ class StepMetrics:
         leak = self.leaks.after_step(timing.step)
         if leak is not None:
             self.log.event(MemoryGrows(asdict(leak)))
-        if self.step_seconds >= self.every_seconds or timing.step == FIRST_ROW_STEPS:
+        if self.step_seconds >= ROW_SECONDS or timing.step == FIRST_ROW_STEPS:
             self.write()
 
     def _report_phase(self, timing: StepTiming) -> None:
@@ -197,6 +198,7 @@ class StepMetrics:
             waited_for=_rounded(self.log.waited_for) or None,
             by_cycles=self._by_cycles(),
             num_steps=len(self.results),
+            device_bytes=self.driver_bytes() or None,
         )
         self.log.spent.clear()
         self.log.waited_for.clear()

@@ -140,7 +140,8 @@ class Trainer:
 
     def run(self, limits: Limits, stop: StopRequest) -> Outcome:
         leaks = LeakWatch(cache_mb=self.config.data.loading.chunk_size_mb)
-        metrics = StepMetrics(self.log, self.state.stage, self.state.phase, leaks=leaks)
+        driver_bytes = self.resources.memory.held.driver_bytes
+        metrics = StepMetrics(self.log, self.state.stage, self.state.phase, leaks, driver_bytes)
         self.checkpointer.saved_at = time.monotonic()
         if self.started_from is not None:
             self.log.event(Initialised(self.started_from))

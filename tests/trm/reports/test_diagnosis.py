@@ -148,6 +148,13 @@ def test_memory_near_the_budget_is_a_bottleneck(told):
     assert "93% of its memory budget of 8,192 MiB" in finding.evidence
 
 
+def test_the_memory_of_a_gpu_counts_against_the_budget(told):
+    resident = {"rss_bytes": 0.5 * BUDGET}
+    assert told.tell(60, row={"device_bytes": int(0.3 * BUDGET)}, resources=resident) == []
+    (finding,) = told.tell(60, row={"device_bytes": int(0.43 * BUDGET)}, resources=resident)
+    assert "93% of its memory budget of 8,192 MiB" in finding.evidence
+
+
 def test_a_micro_batch_that_stays_small_is_a_bottleneck(told):
     told.event(BatchShrunk(told.step, 4, 1, "only 90 MiB is left for this process", 0).to_row())
     (finding,) = told.tell(100, row={"micro_batch_size": 1})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from processes import wait_for
@@ -14,10 +15,12 @@ from tiny import HELD, Recorder, plan_of, run, run_config, sudoku_dataset
 
 from macbook_optimization.errors import AllocationFailed, NonFiniteError
 from macbook_optimization.resource_monitoring import LoadReading, RunningClock
+from trm.backends.base import StepResult
 from trm.backends.world import SingleProcess
 from trm.runs.directory import EVENTS, Run
+from trm.runs.rows import memory_of
 from trm.training import resources
-from trm.training.log import RunLog
+from trm.training.log import RunLog, StepMetrics, StepTiming
 from trm.training.loop import Limits, Trainer
 from trm.training.resources import MemoryControl, Resources, StepTook, ThreadControl
 from trm.training.together import Together
@@ -30,6 +33,20 @@ def dataset(tmp_path_factory):
 
 def events(path, *names):
     return [row for row in Run(path).rows(EVENTS) if row["event"] in names]
+
+
+def test_a_row_has_what_the_driver_of_a_gpu_holds(tmp_path):
+    ones = np.ones(6, dtype=bool)
+    result = StepResult(0.5, 1.0, 0.9, ones, 6, ones.astype(np.float32), {})
+    log = RunLog(Run(tmp_path), Recorder())
+    for driver_bytes in (lambda: 2**20, lambda: 0):
+        metrics = StepMetrics(log, driver_bytes=driver_bytes)
+        metrics.add(result, StepTiming(1, 2.0, 2.0, 1e-3, 6, cycles=1))
+    with_gpu, without = Run(tmp_path).rows()
+    assert with_gpu["device_bytes"] == 2**20
+    assert memory_of(with_gpu) == with_gpu["rss_bytes"] + 2**20
+    assert "device_bytes" not in without
+    assert memory_of(without) == without["rss_bytes"]
 
 
 # Threads
