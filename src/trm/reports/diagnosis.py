@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trm.config import RunConfig
 from trm.reports.earlier_runs import EarlierRun, find_earlier_run
 from trm.reports.evidence import Evidence
-from trm.reports.finding import Finding as Finding
+from trm.reports.finding import Finding
 from trm.reports.history import History
 from trm.reports.learning_problems import instability, memory_leak, plateau
 from trm.reports.machine_problems import (

@@ -11,6 +11,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from trm.config import RunConfig
 from trm.plan import Plan
@@ -172,6 +173,23 @@ class Evidence:
         if seconds not in self._recent:
             self._recent[seconds] = last_rows(self.samples, seconds, self.thresholds.min_rows)
         return self._recent[seconds]
+
+    def comparable_samples(self, seconds: float) -> list[Sample] | None:
+        """Return the samples of the last seconds if they follow the baseline of the same regime."""
+        recent = self.recent_samples(seconds)
+        if recent is None or not self.has_baseline:
+            return None
+        is_same = recent[0].regime == self.baseline[0].regime
+        return recent if is_same and recent[0].time > self.baseline[-1].time else None
+
+    @property
+    def baseline_rate(self) -> float:
+        return median(sample.rate for sample in self.baseline)
+
+    def slowdown(self, seconds: float) -> float | None:
+        """Return how many times as long steps take as at first; None if these cannot be compared."""
+        recent = self.comparable_samples(seconds)
+        return None if recent is None else self.baseline_rate / median(sample.rate for sample in recent)
 
     def recent_resources(self, seconds: float) -> list[Row] | None:
         """Return the resource rows of the last seconds; None while there are too few of them."""

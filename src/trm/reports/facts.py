@@ -30,10 +30,11 @@ from trm.reports.description import (
     read_object,
     recipe_facts,
 )
-from trm.reports.diagnosis import Finding, diagnose
+from trm.reports.diagnosis import diagnose
 from trm.reports.event_groups import MarkGroup, group_of
 from trm.reports.event_text import describe_event
 from trm.reports.examples import Examples
+from trm.reports.finding import UNKNOWN_GAIN, Finding
 from trm.reports.history import History
 from trm.reports.machines import MachineFacts, machines_of
 from trm.reports.run_state import DescribedState, describe_state
@@ -346,6 +347,6 @@ def _findings(sources: _Sources) -> list[Finding]:
                 step=int(step) if math.isfinite(step) else 0,
                 evidence=str(event.get("evidence", "")),
                 advice=str(event.get("advice", "")),
-                gain=gain if isinstance(gain := event.get("gain"), str) else None,
+                gain=str(event.get("gain") or UNKNOWN_GAIN),
             )
     return [*findings, *recorded.values()]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, linear_regression, median, pstdev
 
+from macbook_optimization.units import counted
 from trm.reports.evidence import Evidence
-from trm.reports.finding import Finding
+from trm.reports.finding import UNKNOWN_GAIN, Finding
 from trm.reports.samples import Sample
 from trm.runs.events import Imported, MemoryGrows, RolledBack, StepSkipped
 from trm.runs.metric import metric_label
@@ -168,7 +169,16 @@ def plateau(evidence: Evidence) -> Finding | None:
         f"evaluations since step {best_row.get('step')}, and the training loss no longer falls "
         f"({ratio:.2f} of the first half of that time in the second).",
         _plateau_advice(evidence),
+        _saved_by_stopping(evidence),
     )
+
+
+def _saved_by_stopping(evidence: Evidence) -> str:
+    last_step = evidence.config.training.last_step
+    left = last_step - evidence.step
+    if left <= 0:
+        return UNKNOWN_GAIN
+    return f"Stopping now saves {left:,} of {counted(last_step, 'step')}."
 
 
 def _loss_ratio(evidence: Evidence, since: Row) -> float | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 
 from macbook_optimization.performance_reporting import analyze_performance_bottlenecks
 from macbook_optimization.resource_monitoring import BUSY_PERCENT
 from macbook_optimization.units import MIB
 from trm.reports.evidence import Evidence
-from trm.reports.finding import Finding
+from trm.reports.finding import Finding, gain_in_speed
 from trm.reports.other_programs import Programs
-from trm.reports.samples import Load
+from trm.reports.samples import Load, Sample
 from trm.runs.events import BatchShrunk, ThrottlingInferred, ThrottlingOver
 from trm.runs.rows import number
 
@@ -67,7 +69,16 @@ def _shrunk_batch(evidence: Evidence) -> Finding | None:
         f"{events[-1].get('reason')}.",
         "Close other programs, or start with fewer examples at a time (plan.micro_batch_size) or a smaller "
         "model (trm train --fit).",
+        gain_in_speed(_slowdown_since_size(evidence, planned, samples)),
     )
+
+
+def _slowdown_since_size(evidence: Evidence, planned: int, recent: Sequence[Sample]) -> float | None:
+    """Return how many times as long steps take as with the planned micro-batches; None without such steps."""
+    before = [sample.rate for sample in evidence.samples if sample.micro_batch_size == planned]
+    if len(before) < evidence.thresholds.min_rows:
+        return None
+    return median(before) / median(sample.rate for sample in recent)
 
 
 def swapping(evidence: Evidence) -> Finding | None:
@@ -88,6 +99,7 @@ def swapping(evidence: Evidence) -> Finding | None:
         f"Swap grew by {grown / MIB:,.0f} MiB in {seconds:.0f} s, to {used[-1] / MIB:,.0f} MiB.",
         "Close other programs, or lower limits.memory_fraction so that the next start plans smaller "
         "micro-batches.",
+        gain_in_speed(evidence.slowdown(limits.machine_seconds)),
     )
 
 
@@ -108,12 +120,14 @@ def cpu_underuse(evidence: Evidence) -> Finding | None:
     found = analyze_performance_bottlenecks({"cpu_usage_percent": percents}, num_cores=threads)
     if not found["cpu_underutilization"]:
         return None
+    busy_cores = max(percents) / 100
     return Finding(
         CPU,
         evidence.step,
-        f"Training kept at most {max(percents) / 100:.1f} of the {threads} cores that it may use busy.",
+        f"Training kept at most {busy_cores:.1f} of the {threads} cores that it may use busy.",
         "Leave plan.threads, plan.workers and plan.micro_batch_size to auto-tuning (null), or raise "
         "training.effective_batch_size in a new run.",
+        gain_in_speed(threads / max(0.1, busy_cores)),
     )
 
 
@@ -140,7 +154,7 @@ def contention(evidence: Evidence, programs: Programs | None = None) -> Finding 
         f"Other programs keep {load.other_cores:.1f} of {load.cores} cores busy{_named(load, programs)}; "
         f"training needs {threads} and gets {load.own_cores:.1f}.",
         _remedy(load, threads),
-        f"Up to {threads / max(0.1, threads - taken):.1f} times as fast.",
+        gain_in_speed(threads / max(0.1, threads - taken)),
     )
 
 
@@ -173,6 +187,7 @@ def reported_throttling(evidence: Evidence) -> Finding | None:
         f"The system reports that it throttled the processor in {len(times)} of the last {len(rows)} "
         f"samples{_heat(rows[-1])}.",
         COOLING_ADVICE,
+        gain_in_speed(evidence.slowdown(evidence.thresholds.machine_seconds)),
     )
 
 
@@ -190,7 +205,7 @@ def inferred_throttling(evidence: Evidence) -> Finding | None:
         f"The processor is probably throttled (inferred, the system does not report it): "
         f"{events[-1].get('evidence')}.",
         COOLING_ADVICE,
-        f"Up to {number(events[-1].get('factor')):.1f} times as fast.",
+        gain_in_speed(number(events[-1].get("factor"))),
     )
 
 

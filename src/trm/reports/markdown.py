@@ -65,7 +65,7 @@ def _advice(report: Report) -> list[str]:
     lines = []
     for each in report.findings:
         found = f"- **{escape(each.kind)}**: {prose(each.evidence)} **{prose(each.advice)}**"
-        lines.append(f"{found} {prose(each.gain or '')}".rstrip())
+        lines.append(f"{found} {prose(each.gain)}")
     return ["## Advice", "\n".join(lines) or "No problem was reported."]
 
 

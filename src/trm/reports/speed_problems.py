@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from macbook_optimization.performance_reporting import (
     MachineLoad,
@@ -62,14 +61,11 @@ def _data_advice(evidence: Evidence) -> str:
 def slower_steps(evidence: Evidence) -> Finding | None:
     """Steps became slower than the first ones of the same regime, at equal work."""
     limits = evidence.thresholds
-    recent = evidence.recent_samples(limits.slow_seconds)
-    if recent is None or not evidence.has_baseline or _is_on_battery(evidence):
+    recent = evidence.comparable_samples(limits.slow_seconds)
+    if recent is None or _is_on_battery(evidence):
         return None
-    first = evidence.baseline
-    if recent[0].regime != first[0].regime or recent[0].time <= first[-1].time:
-        return None
-    baseline = median(sample.rate for sample in first)
-    percent = _drop_percent([sample.rate for sample in recent], baseline, limits.slow_rows_share)
+    rates = [sample.rate for sample in recent]
+    percent = _drop_percent(rates, evidence.baseline_rate, limits.slow_rows_share)
     if percent is None:
         return None
     issues = diagnose_slow_training(1 - percent / 100, 1.0, _machine_load(evidence)).issues

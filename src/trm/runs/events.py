@@ -287,7 +287,7 @@ class Advised(Event):
     diagnosis: str  # its kind, such as "contention"
     evidence: str  # what was measured
     advice: str  # what to change
-    gain: str | None = None  # what to expect from it; None also in rows of earlier versions
+    gain: str | None = None  # what to expect from it; None in rows of earlier versions
 
 
 STARTS = (Crashed.name, Resumed.name, Restarted.name)  # with which a start of an existing run begins

@@ -13,6 +13,7 @@ from stories import BEGAN, BUDGET, GIB, plan_on, story
 
 from trm.reports.diagnosis import diagnose
 from trm.reports.earlier_runs import EarlierRun
+from trm.reports.finding import UNKNOWN_GAIN
 from trm.reports.history import MAX_POINTS
 from trm.reports.speed_problems import slower_run
 from trm.runs.directory import Run, begin
@@ -120,6 +121,7 @@ def test_idle_threads_of_the_plan_are_underuse(told):
     (finding,) = told.tell(100, row=HALF_IDLE)
     assert finding.kind == "CPU under-use"
     assert "at most 1.2 of the 2 cores" in finding.evidence
+    assert finding.gain == "Up to 1.7 times as fast."
 
 
 def test_one_thread_beside_other_programs_is_not_underuse(told):
@@ -135,9 +137,10 @@ def test_one_thread_beside_other_programs_is_not_underuse(told):
 def test_growing_swap_is_reported_and_full_swap_is_not(told):
     assert told.tell(60, resources={"swap_bytes": 50 * GIB}) == []
     start = told.now
-    growing = {"swap_bytes": lambda row: 50 * GIB + int(2e7 * (row["time"] - start))}
-    (finding,) = told.tell(60, resources=growing)
+    growing = {"swap_bytes": lambda row: 50 * GIB + int(1e7 * (row["time"] - start))}
+    (finding,) = told.tell(60, slowness=0.03, resources=growing)
     assert finding.kind == "swap"
+    assert re.match(r"Up to 1\.[456] times as fast", finding.gain)
     assert re.search(r"Swap grew by \d+ MiB in 3\d s", finding.evidence)
 
 
@@ -146,6 +149,7 @@ def test_memory_near_the_budget_is_a_bottleneck(told):
     (finding,) = told.tell(60, resources={"rss_bytes": 0.93 * BUDGET})
     assert finding.kind == "memory bottleneck"
     assert "93% of its memory budget of 8,192 MiB" in finding.evidence
+    assert finding.gain == UNKNOWN_GAIN
 
 
 def test_the_memory_of_a_gpu_counts_against_the_budget(told):
@@ -157,8 +161,9 @@ def test_the_memory_of_a_gpu_counts_against_the_budget(told):
 
 def test_a_micro_batch_that_stays_small_is_a_bottleneck(told):
     told.event(BatchShrunk(told.step, 4, 1, "only 90 MiB is left for this process", 0).to_row())
-    (finding,) = told.tell(100, row={"micro_batch_size": 1})
+    (finding,) = told.tell(100, slowness=0.04, row={"micro_batch_size": 1})
     assert finding.kind == "memory bottleneck"
+    assert re.match(r"Up to (1\.9|2\.[01]) times as fast", finding.gain)
     assert "is 1 instead of 4: only 90 MiB is left for this process." in finding.evidence
     assert told.tell(100) == []
 
@@ -169,6 +174,7 @@ def test_reported_throttling_needs_no_inference(told):
     assert finding.kind == "throttling"
     assert "The system reports" in finding.evidence
     assert "99 °C, speed limit 60 %" in finding.evidence
+    assert re.match(r"Up to (1\.\d|2\.[01]) times as fast", finding.gain)
 
 
 def test_throttling_that_the_trainer_inferred_is_reported_as_inferred(told):
@@ -341,6 +347,7 @@ def test_evaluations_without_improvement_are_a_plateau(tmp_path):
     (finding,) = plateau_story(tmp_path, [0.2, 0.6] + [0.55] * 8)
     assert "Exact accuracy has not improved on 60.0% for 5 evaluations" in finding.evidence
     assert "training.plateau" in finding.advice
+    assert re.fullmatch(r"Stopping now saves [\d,]+ of 4,000 steps\.", finding.gain)
 
 
 @pytest.mark.parametrize(
@@ -492,7 +499,7 @@ def test_every_advice_names_a_key_or_a_command_that_exists(told):
         named = re.findall(r"(?:plan|limits|training|data|model|evaluation)\.[\w.]*\w", finding.advice)
         assert named or "`trm " in finding.advice or "`task`" in finding.advice, finding
         assert set(named) <= keys, finding
-        for text in (finding.evidence, finding.advice):
+        for text in (finding.evidence, finding.advice, finding.gain):
             assert text.endswith(".")
             assert "nan" not in text.lower().replace("nan or inf", "")
 

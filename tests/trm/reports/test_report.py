@@ -15,9 +15,9 @@ from tiny import plan_of
 from macbook_optimization.errors import RunError
 from trm.cli import cli
 from trm.plan import Execution
-from trm.reports.diagnosis import Finding
 from trm.reports.examples import Example, Examples, no_examples
 from trm.reports.facts import gather, open_reported_run, time_shares
+from trm.reports.finding import UNKNOWN_GAIN, Finding
 from trm.reports.history import History
 from trm.reports.markdown import as_markdown
 from trm.reports.report import as_html, write_report
@@ -309,6 +309,9 @@ def test_contention_is_in_the_report_if_it_was_an_event_and_as_that_says(tmp_pat
     report = gather(run, NONE)
     (found,) = [finding for finding in report.findings if finding.kind == "contention"]
     assert (found.evidence, found.gain) == ("Most of all stress.", "Up to 2.0 times as fast.")
+    append_all(run, EVENTS, [event_row(Advised(9, "swap", "Swap grew.", "Close it."), 90)])
+    (found,) = [finding for finding in gather(run, NONE).findings if finding.kind == "swap"]
+    assert found.gain == UNKNOWN_GAIN
     assert "Up to 2.0 times as fast." in as_html(report)
     assert "Up to 2.0 times as fast." in as_markdown(report)
 
