@@ -143,11 +143,11 @@ def close_the_loop(config: RunConfig, cores: int, *, reduce: bool) -> None:
             power.react(len(shares), lambda: True, lambda: None)
             shares.append(power.duty.share)
         busy = (time.process_time() - cpu_started) / passed
-    settled = sensor.history[len(sensor.history) // 2 :]
-    above = sum(each > LIMIT_CELSIUS for each in settled) / len(settled)
+    second_half = sensor.history[len(sensor.history) // 2 :]
+    above = sum(each > LIMIT_CELSIUS for each in second_half) / len(second_half)
     sys.stdout.write(
-        f"thermal_batch_reduction={str(reduce).lower()}, second half: {statistics.fmean(settled):.0f} °C "
-        f"on average, {max(settled):.0f} at most, {above:.0%} of the time above {LIMIT_CELSIUS:.0f}; "
+        f"thermal_batch_reduction={str(reduce).lower()}, second half: {statistics.fmean(second_half):.0f} °C "
+        f"on average, {max(second_half):.0f} at most, {above:.0%} of the time above {LIMIT_CELSIUS:.0f}; "
         f"{busy / full_load_cores:.0%} of the load and {len(shares) / passed / full_speed:.0%} of the speed "
         f"without a reaction, "
         f"shares {sorted({round(each, 2) for each in shares})}\n"

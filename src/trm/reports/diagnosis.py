@@ -60,8 +60,8 @@ def find_problems(evidence: Evidence, earlier: EarlierRun | None = None) -> list
 def diagnose(run: Run, history: History) -> list[Finding]:
     """Return the problems that a run has at its end. A monitor recorded earlier ones as events.
 
-    Contention is left to those events: only while a run is trained can other programs be told from what
-    `trm train` itself started, and be named.
+    Contention is left to those events: only while a run is trained can other programs be distinguished
+    from what `trm train` itself started, and be named.
     """
     config = run.config
     evidence = Evidence(config, metric=metric_of(run))

@@ -3,7 +3,7 @@
 The schedule is known: the steps that are left, the recursions of each, the evaluations between them. What a
 recursion, the rest of a step and an evaluation take is measured, recent steps counting more, so that the
 estimate follows another program that comes or goes, a plan that changes, and breaks for cooling. Steps of
-different depth tell what one more recursion costs before the schedule makes them deeper.
+different depth show what one more recursion costs before the schedule makes them deeper.
 """
 
 from __future__ import annotations

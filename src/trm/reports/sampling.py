@@ -80,7 +80,7 @@ class Sampler:
 
 
 class SampleFile:
-    """The samples of a run. A file that becomes too long loses every second of its older samples."""
+    """The samples of a run. A file that becomes too long loses every other one of its older samples."""
 
     def __init__(self, run: Run, max_bytes: int = MAX_BYTES, kept_rows: int = KEPT_ROWS) -> None:
         self.run = run

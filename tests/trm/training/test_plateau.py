@@ -38,7 +38,7 @@ def scales_after(values, **settings):
     return scales
 
 
-def test_the_learning_rate_is_lowered_after_so_many_evaluations_without_a_new_best():
+def test_the_learning_rate_is_lowered_after_patience_evaluations_without_a_new_best():
     values = [0.1, 0.2, 0.2, 0.1, 0.3, 0.3, 0.3, 0.2, 0.1]
     assert scales_after(values, patience=2, factor=0.5) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125]
 
