@@ -10,6 +10,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -26,11 +27,14 @@ POWER_SECONDS = 15.0  # between two readings of heat and battery: on a Mac, each
 
 
 class Sampler:
-    """Takes samples. Use it from one thread: CPU percentages are those since the sample before."""
+    """Takes samples. Use it from one thread: CPU percentages are those since the sample before.
 
-    def __init__(self) -> None:
+    `root` is where the counters of throttling are found.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
         self._trainer: psutil.Process | None = None
-        self._machine = ResourceMonitor()
+        self._machine = ResourceMonitor(root)
         self._power_read_at: float | None = None
         self._thermal = ThermalState(None, None, None, None)
         self._power = PowerSpecs(None, None)

@@ -142,6 +142,57 @@ def test_training_in_a_terminal_without_unicode_and_colour(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_live_view_follows_a_terminal_that_is_resized(tmp_path):
+    """The terminal sends SIGWINCH to the command and its trainer, as it is the one that controls them."""
+    screen, slave = pty.openpty()
+    resize(screen, 200)
+    trainer = subprocess.Popen(
+        [*START, "training.max_steps=1000000", "--run", "run"],
+        cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        env={**os.environ, "TERM": "xterm-256color"}, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(slave)
+    try:
+        output = Output(screen)
+        for columns in (200, 40, 200):
+            resize(screen, columns)
+            output.text = ""
+            until(lambda columns=columns: fits(output, columns))
+            step = last_step(tmp_path)
+            output.text = ""
+            until(lambda: len(frames(output)) >= 3)
+            assert all(max(map(len, frame)) < columns for frame in frames(output))
+            assert "learning rate" in " ".join(frames(output)[-1])
+            until(lambda step=step: last_step(tmp_path) > step)
+        trainer.send_signal(signal.SIGINT)
+        assert trainer.wait(30) == 130
+    finally:
+        kill_group(trainer)
+
+
+def take_terminal():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def resize(terminal, columns):
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+
+def frames(output):
+    """Return the lines of every complete frame of a live view."""
+    output.has("")
+    complete = re.findall(r"\x1b\[\?7l\r(.*?)\x1b\[J\x1b\[\?7h", output.text, re.DOTALL)
+    return [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", frame).split("\r\n") for frame in complete]
+
+
+def fits(output, columns):
+    """Whether the newest frame of the view was made for this width: a wide terminal has wide lines."""
+    newest = (frames(output) or [[""]])[-1]
+    widest = max(map(len, newest))
+    return "step" in newest[0] and (widest >= 60 if columns > 60 else widest < columns)
+
+
+@pytest.mark.slow
 def test_training_without_a_terminal_unicode_and_colour(tmp_path):
     command = [*START, "training.max_steps=400", "--run", "run"]
     environment = {**os.environ, **PLAIN, "COLUMNS": "60"}

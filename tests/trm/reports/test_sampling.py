@@ -1,6 +1,7 @@
 """Samples of the machine, and the file that keeps them in bounded space."""
 
 import os
+import resource
 import time
 
 import pytest
@@ -78,5 +79,22 @@ def test_a_reader_counts_no_sample_twice_when_the_file_is_thinned(run, row):
 
 
 def test_a_full_disk_loses_samples_and_nothing_else(run, row):
-    (run.path / RESOURCES).symlink_to("/dev/full")
+    file = SampleFile(run)
+    file.append(row)
+    size = (run.path / RESOURCES).stat().st_size
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+        file.append(row)
+        file.append(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(run.rows(RESOURCES)) == 1
+    file.append(row)
+    assert [each["total_bytes"] for each in run.rows(RESOURCES)] == 2 * [row.total_bytes]
+
+
+def test_something_else_in_the_place_of_the_file_loses_samples(run, row):
+    (run.path / RESOURCES).mkdir()
     SampleFile(run).append(row)
+    assert os.listdir(run.path / RESOURCES) == []
