@@ -186,9 +186,13 @@ class Evidence:
     def baseline_rate(self) -> float:
         return median(sample.rate for sample in self.baseline)
 
-    def slowdown(self, seconds: float) -> float | None:
-        """Return how many times as long steps take as at first; None if these cannot be compared."""
-        recent = self.comparable_samples(seconds)
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long steps take as at first; None if these cannot be compared.
+
+        A state of the machine is reported once it lasted for half of the time that is looked at.
+        """
+        recent = self.comparable_samples(self.thresholds.machine_seconds / 2)
         return None if recent is None else self.baseline_rate / median(sample.rate for sample in recent)
 
     def recent_resources(self, seconds: float) -> list[Row] | None:

@@ -99,7 +99,7 @@ def swapping(evidence: Evidence) -> Finding | None:
         f"Swap grew by {grown / MIB:,.0f} MiB in {seconds:.0f} s, to {used[-1] / MIB:,.0f} MiB.",
         "Close other programs, or lower limits.memory_fraction so that the next start plans smaller "
         "micro-batches.",
-        gain_in_speed(evidence.slowdown(limits.machine_seconds)),
+        gain_in_speed(evidence.slowdown),
     )
 
 
@@ -187,7 +187,7 @@ def reported_throttling(evidence: Evidence) -> Finding | None:
         f"The system reports that it throttled the processor in {len(times)} of the last {len(rows)} "
         f"samples{_heat(rows[-1])}.",
         COOLING_ADVICE,
-        gain_in_speed(evidence.slowdown(evidence.thresholds.machine_seconds)),
+        gain_in_speed(evidence.slowdown),
     )
 
 
