@@ -2,9 +2,9 @@
 
 Accelerators are sometimes wrong without an error: an operator writes nothing into a part of a tensor, or is
 less exact than it should be. So a child process computes the same steps on both, each from a common state,
-and compares losses, gradients and what every update changed. The bounds are loose for rounding and tight for
-mistakes; no GPU of a Mac has been available to set them on. With bfloat16 they are wider, because the CPU
-computes in float32 even then: not every CPU can do otherwise.
+and compares losses, gradients, latents and what every update changed. The bounds are loose for rounding and
+tight for mistakes; no GPU of a Mac has been available to set them on. With bfloat16 they are wider, because
+the CPU computes in float32 even then: not every CPU can do otherwise.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ class Bounds:
     norm: float = 1e-3  # of gradients
     update: float = 0.1  # a gradient that is nearly zero may have either sign
     unwritten: float = 1e-3  # share of the weights that changed on the CPU: a change may round to none
+    latents: float = 1e-3  # norm of the difference; also of halting margins, which may be near zero
     answers: float = 1e-2  # of probabilities and logits, after the steps
     negligible: float = 1e-6  # norm of a gradient relative to that of all: it consists of rounding
 
 
 FLOAT32 = Bounds()
 BFLOAT16 = Bounds(
-    start=0.01, loss=0.02, cosine=0.95, norm=0.1, update=1.0, unwritten=0.05, answers=0.3, negligible=1e-3
-)
+    start=0.01, loss=0.02, cosine=0.95, norm=0.1, update=1.0, unwritten=0.05, latents=0.3, answers=0.3,
+    negligible=1e-3,
+)  # fmt: skip
 
 Named: TypeAlias = dict[str, Float32Array]  # "group/tensor" -> content
 
@@ -168,7 +170,7 @@ def _differences(here: _Trial, there: _Trial, bounds: Bounds) -> Iterator[Differ
     if bounds is BFLOAT16:  # whose updates differ too much for answers to agree after three of them
         there.follow(here)
     if not _agree(here.answers(), there.answers(), bounds):
-        yield Difference(None, "an evaluation gives other probabilities")
+        yield Difference(None, "an evaluation gives different probabilities")
 
 
 def _agree(ours: NDArray[Any], theirs: NDArray[Any], bounds: Bounds) -> bool:
@@ -184,6 +186,11 @@ def _of_results(here: StepResult, there: StepResult, bounds: Bounds) -> Iterator
     ):
         if not abs(theirs - ours) <= bound * abs(ours):
             yield Difference(None, f"the {name} is {theirs:.6g} instead of {ours:.6g}")
+    if not np.allclose(there.halt_margins, here.halt_margins, rtol=bounds.latents, atol=bounds.latents):
+        yield Difference(None, "the halting margins of the slots are different")
+    # In bfloat16, rounding decides between two tokens that are about as likely.
+    if bounds is not BFLOAT16 and not np.array_equal(there.exact, here.exact):
+        yield Difference(None, "different slots are answered exactly")
 
 
 def _of_states(
@@ -202,6 +209,8 @@ def _of_states(
                 yield Difference(name, f"the gradient has the norm {norms}")
         elif name.startswith("optimizer/"):
             yield from _of_moments(name, ours, theirs, bounds)
+        elif name.startswith("latents/"):
+            yield from _of_latents(name, ours, theirs, bounds)
         elif f"optimizer/{name.removeprefix('weights/')}.exp_avg" not in negligible:
             # Where a gradient is divided by its size, one of rounding becomes a step in either direction.
             yield from _of_changes(name, ours - before[0][name], theirs - before[1][name], bounds)
@@ -229,12 +238,20 @@ def _of_moments(name: str, ours: Float32Array, theirs: Float32Array, bounds: Bou
         yield Difference(name, f"{what} has the norm {norms[1]:.4g} instead of {norms[0]:.4g}")
 
 
+def _of_latents(name: str, ours: Float32Array, theirs: Float32Array, bounds: Bounds) -> Iterator[Difference]:
+    """Compare what the next step of training would begin with. That of the check begins with the latents of
+    the CPU, so it would not show a difference."""
+    share = _norm(theirs - ours) / max(_norm(ours), 1e-38)
+    if not share <= bounds.latents:
+        yield Difference(name, f"it differs by {share:.2g} of its norm, at most {bounds.latents} is allowed,")
+
+
 def _of_changes(name: str, ours: Float32Array, theirs: Float32Array, bounds: Bounds) -> Iterator[Difference]:
     """Find weights that an update did not write, and updates of another size."""
     changed = ours != 0
     count = int(changed.sum())
     unwritten = int((changed & (theirs == 0)).sum())
-    if not name.startswith("weights/"):  # averages and latents are compared through what they lead to
+    if not name.startswith("weights/"):  # averages are compared through the evaluation
         if count and unwritten == count:
             yield Difference(name, "it did not change")
         return

@@ -29,7 +29,7 @@ from trm.planning.planner import Planner
 AUTO = "auto"
 CHECK_SECONDS = 900.0
 LISTING_SECONDS = 120.0  # for importing a backend
-_CHECK_VERSION = 3  # of what is compared; a verdict by another version is not used
+_CHECK_VERSION = 4  # of what is compared; a verdict by another version is not used
 
 
 class Place(NamedTuple):

@@ -61,6 +61,14 @@ def test_a_softmax_that_is_slightly_wrong_is_found(dataset, monkeypatch):
     assert found["problem"].endswith("in step 1")
 
 
+def test_latents_that_are_partly_written_are_found(dataset, monkeypatch):
+    """They are written into the slots of each micro-batch, a part of a tensor."""
+    monkeypatch.setenv(second_device.BROKEN, "copy_")
+    found = compare(run_config(dataset))
+    assert found["tensor"] == "latents/latents"
+    assert found["problem"].endswith("at most 0.001 is allowed, in step 1")
+
+
 def test_a_missing_operator_is_named(dataset, monkeypatch):
     monkeypatch.setenv(second_device.BROKEN, "atan2")
     with pytest.raises(NotImplementedError, match="aten::atan2"):

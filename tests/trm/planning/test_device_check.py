@@ -8,6 +8,7 @@ from tiny import Recorder, model_config, run_config, sudoku_dataset
 from macbook_optimization.children import ChildDied
 from macbook_optimization.errors import ConfigError
 from macbook_optimization.hardware_detection import HardwareDetector
+from trm.backends.base import StepResult
 from trm.planning import device_check
 from trm.planning.device_choice import REFERENCE, Place, at, check, choose_device, execution_at, wanted_place
 from trm.planning.planner import Planner
@@ -72,6 +73,36 @@ def test_a_step_that_follows_a_gradient_of_rounding_may_have_either_sign():
     real = {**here, "optimizer/b.exp_avg": ARRAY}
     (found,) = device_check._of_states((before, before), (real, {**there, "optimizer/b.exp_avg": ARRAY}))
     assert (found.tensor, found.problem) == ("weights/b", "the update differs by more than 10%")
+
+
+@pytest.mark.parametrize("share", [0.5, 1 / 16])
+def test_latents_of_which_a_part_was_not_written_differ(share):
+    written = ARRAY.copy()
+    written[: int(share * len(ARRAY))] = 0
+    (problem,) = differences(ARRAY, written, "latents/latents")
+    assert problem.startswith("it differs by ")
+    assert differences(ARRAY, ARRAY * (1 + 1e-4), "latents/latents") == []
+    assert differences(ARRAY, ARRAY * np.nan, "latents/latents") == ["it is not finite"]
+
+
+def result(exact=(True, False), halt_margins=(-5.0, 0.0)):
+    """Return what a step has returned of two slots."""
+    margins = np.array(halt_margins, dtype=np.float32)
+    return StepResult(1.0, 1.0, 0.5, np.array(exact), sum(exact), margins)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "problem"),
+    [
+        (result(halt_margins=(-5.0001, 1e-4)), None),
+        (result(halt_margins=(-5.0, 0.01)), "the halting margins of the slots are different"),
+        (result(halt_margins=(np.nan, 0.0)), "the halting margins of the slots are different"),
+        (result(exact=(False, True)), "different slots are answered exactly"),
+    ],
+)
+def test_what_a_step_returns_is_compared_slot_by_slot(theirs, problem):
+    found = [each.problem for each in device_check._of_results(result(), theirs, device_check.FLOAT32)]
+    assert found == ([] if problem is None else [problem])
 
 
 def planner_of(config, display=None):
@@ -139,7 +170,13 @@ def test_the_verdict_is_cached_and_auto_takes_the_fastest(dataset, tmp_path, mon
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("broken", "tensor"),
-    [("addcmul_", "exp_avg_sq"), ("_safe_softmax", "exp_avg"), ("atan2", None), ("", None)],
+    [
+        ("addcmul_", "exp_avg_sq"),
+        ("_safe_softmax", "exp_avg"),
+        ("copy_", "latents/latents"),
+        ("atan2", None),
+        ("", None),
+    ],
 )
 def test_a_run_continues_on_the_cpu_if_the_device_fails(dataset, tmp_path, monkeypatch, broken, tensor):
     second_device.announce(monkeypatch, tmp_path, broken)
