@@ -53,6 +53,7 @@ class Verdict:
     device: str
     problem: str | None = None
     tensor: str | None = None  # the first one that differs, if it is a single one
+    timed_out: bool = False  # before anything was found
 
     @property
     def place(self) -> Place:
@@ -230,8 +231,8 @@ def check(planner: Planner, place: Place, timeout_seconds: float = CHECK_SECONDS
         return Verdict(*place, str(error))
     except ChildDied as death:
         found = {"problem": f"the check {death}", "tensor": None}
-        if not (death.timed_out or death.traceback_shown) or death.may_be_out_of_memory:
-            return Verdict(*place, **found)  # another time it may succeed
+        if not death.traceback_shown or death.may_be_out_of_memory:  # another time it may succeed
+            return Verdict(*place, **found, timed_out=death.timed_out)
     verdict = Verdict(*place, **(found or {}))
     write_cached(file, {"problem": verdict.problem, "tensor": verdict.tensor})
     return verdict

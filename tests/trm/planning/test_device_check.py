@@ -209,7 +209,7 @@ def test_a_place_is_part_of_the_plan(dataset):
     ("error", "is_kept"),
     [
         (ChildDied(1, True, "NotImplementedError: aten::erfinv"), True),
-        (ChildDied(-9, False, "", timed_out=True), True),
+        (ChildDied(-9, False, "", timed_out=True), False),
         (ChildDied(-9, False, ""), False),
         (ChildDied(1, True, "RuntimeError: out of memory"), False),
         (ConfigError("The backend pytorch has no device 'mps' here"), False),
@@ -226,6 +226,7 @@ def test_a_check_that_died_is_repeated_only_if_it_may_end_differently(dataset, m
     planner = planner_of(run_config(dataset))
     verdicts = [check(planner, Place("pytorch", "mps")) for _ in range(2)]
     assert all(str(error) in each.problem for each in verdicts)
+    assert {each.timed_out for each in verdicts} == {getattr(error, "timed_out", False)}
     assert len(started) == (1 if is_kept else 2)
 
 
