@@ -51,10 +51,7 @@ class Draws:
         return flat.reshape(shape)
 
     def bernoulli(self, *shape: int, share: float) -> BoolArray:
-        """Draw what `bernoulli_` draws of this share of ones, on every CPU but Intel's.
-
-        There torch uses a generator of MKL, so that a seed drops other units in PyTorch itself.
-        """
+        """Draw ones with this probability, where `torch.rand` in float64 draws a smaller number."""
         return (self._doubles(math.prod(shape)) < share).reshape(shape)
 
     def _uniform(self, size: int) -> Float32Array:
