@@ -248,15 +248,15 @@ class Backend(Protocol):
         """Return what records the steps of this learner, for a profile."""
         ...
 
-    def held_bytes(self) -> int:
+    def held_bytes(self, execution: Execution) -> int:
         """Return what the driver of a GPU holds for this process. On the CPU, resident memory is all."""
         ...
 
-    def release_memory(self) -> int:
+    def release_memory(self, execution: Execution) -> int:
         """Return memory that is kept for speed only, when the machine is short of it: how many bytes."""
         ...
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, execution: Execution) -> int:
         """Return the most memory that computing has occupied so far in this process."""
         ...
 

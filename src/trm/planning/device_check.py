@@ -82,10 +82,11 @@ def compare(config: JsonMapping, execution: JsonMapping, send: Send) -> JsonObje
 
 def occupied(config: JsonMapping, execution: JsonMapping, send: Send) -> JsonObject:
     """Return what the system and a GPU's driver count after a step. Runs in a child."""
-    trial = _Trial(with_few_slots(RunConfig.model_validate(config)), Execution(**execution))
-    before = own_bytes(), trial.backend.held_bytes()
+    how = Execution(**execution)
+    trial = _Trial(with_few_slots(RunConfig.model_validate(config)), how)
+    before = own_bytes(), trial.backend.held_bytes(how)
     trial.take(1)
-    after = own_bytes(), trial.backend.held_bytes()
+    after = own_bytes(), trial.backend.held_bytes(how)
     return {"resident_bytes": [before[0], after[0]], "driver_bytes": [before[1], after[1]]}
 
 

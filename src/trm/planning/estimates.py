@@ -132,7 +132,7 @@ def estimate(
     backend = load_backend(hows[0])
     MemoryMonitor().start_monitoring()
     backend.warm_up()
-    process = {"resident": backend.peak_bytes(), "address_space": peak_address_space()}
+    process = {"resident": backend.peak_bytes(hows[0]), "address_space": peak_address_space()}
     spec = spec_from_json(data)
     program = Program.of(RunConfig.model_validate(recipe), spec)
     send({"process": process, "state": backend.state_bytes(program)})

@@ -216,7 +216,7 @@ class Stepper:
         return SizeResult(size, self.peak_bytes(), peak_address_space(), samples_per_second)
 
     def peak_bytes(self) -> int:
-        return self.backend.peak_bytes()
+        return self.backend.peak_bytes(self.execution)
 
     def best_rate(self, size: int) -> float:
         """Return the best throughput after a first step, in which threads start, unless that takes long."""

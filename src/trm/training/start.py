@@ -147,7 +147,7 @@ def train_with_others(
     try:
         feed = Feed(config, task, train_split)
         state = _state(backend, plan, feed, program, _Place(membership.world, profiler))
-        tuner = Tuner(config, data, plan, log, backend.peak_bytes)
+        tuner = Tuner(config, data, plan, log, partial(backend.peak_bytes, plan.execution))
         trainer = _trainer(state, tuner, log, test_split, backend)
         _connect(trainer, membership)
         trainer.resume()
@@ -259,7 +259,10 @@ def _trainer(state: TrainingState, tuner: Tuner, log: RunLog, test_split: Split,
     split = state.feed.split
     row_length = RowLength.of(config, split, log)
 
-    held = HeldMemory(backend.held_bytes, backend.release_memory, split.reader.release_memory)
+    how = state.plan.execution
+    held = HeldMemory(
+        partial(backend.held_bytes, how), partial(backend.release_memory, how), split.reader.release_memory
+    )
     resources = Resources(config, state.plan, log, held, row_length)
     evaluator = Evaluator(state, resources.memory, log, test_split)
     return Trainer(state, checkpointer, best, resources, tuner, log, evaluator, Together(state.world))

@@ -63,6 +63,20 @@ def test_a_backend_makes_learners_and_predictors_on_the_named_device():
     np.testing.assert_array_equal(outputs[0].halt_logits, outputs[1].halt_logits)
 
 
+def test_a_run_on_the_cpu_does_not_start_the_driver_of_a_gpu(monkeypatch):
+    def start():
+        raise AssertionError("the driver was started")
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", start)
+    execution = Execution(device="cpu")
+    backend = load_backend(execution)
+    assert (backend.held_bytes(execution), backend.release_memory(execution)) == (0, 0)
+    assert backend.peak_bytes(execution) > 2**20
+    with pytest.raises(AssertionError, match="was started"):
+        backend.held_bytes(Execution(device="mps"))
+
+
 def test_arrays_and_tensors_share_memory_on_the_cpu():
     array = np.arange(6).reshape(2, 3)
     tensor = to_tensor(array, torch.device("cpu"))

@@ -82,12 +82,13 @@ def test_recomputing_layers_saves_what_it_should():
 
 
 def test_memory_that_is_kept_for_speed_is_released_on_request():
-    backend = load_backend(Execution(backend="mlx"))
-    backend.prepare(Execution(backend="mlx"))
+    execution = Execution(backend="mlx")
+    backend = load_backend(execution)
+    backend.prepare(execution)
     array = mx.zeros((2**20,)) + 1
     mx.eval(array)
     del array
     assert mx.get_cache_memory() >= 2**22
-    assert backend.held_bytes() == 0, "on the CPU, everything is memory of the process"
-    assert backend.release_memory() >= 2**22
+    assert backend.held_bytes(execution) == 0, "on the CPU, everything is memory of the process"
+    assert backend.release_memory(execution) >= 2**22
     assert mx.get_cache_memory() == 0

@@ -55,7 +55,7 @@ def trainer_of(config, path, world):
     program = Program.of(config, data)
     place = start._Place(world, None)
     state = start._state(backend, plan, Feed(config, task, train_split), program, place)
-    tuner = Tuner(config, data, plan, log, backend.peak_bytes)
+    tuner = Tuner(config, data, plan, log, partial(backend.peak_bytes, plan.execution))
     trainer = start._trainer(state, tuner, log, test_split, backend)
     trainer.resume()
     if world.writes:

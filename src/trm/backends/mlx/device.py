@@ -38,25 +38,21 @@ def warm_up() -> None:
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
 
 
-def peak_bytes() -> int:
+def peak_bytes(execution: Execution) -> int:
     """Return the peak of the process, which on the CPU holds every array.
 
     On a GPU the arrays are added: whether the system counts their buffers as memory of the process has not
     been checked on a Mac, and counting them twice errs on the safe side.
     """
-    on_gpu = mx.get_peak_memory() + mx.get_cache_memory() if _uses_gpu() else 0
+    on_gpu = mx.get_peak_memory() + mx.get_cache_memory() if execution.device == "gpu" else 0
     return resident_peak_bytes() + int(on_gpu)
 
 
-def held_bytes() -> int:
-    return int(mx.get_active_memory() + mx.get_cache_memory()) if _uses_gpu() else 0
+def held_bytes(execution: Execution) -> int:
+    return int(mx.get_active_memory() + mx.get_cache_memory()) if execution.device == "gpu" else 0
 
 
-def _uses_gpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.gpu))
-
-
-def release_memory() -> int:
+def release_memory(execution: Execution) -> int:
     """Release the buffers that MLX keeps for future arrays."""
     released = int(mx.get_cache_memory())
     mx.clear_cache()

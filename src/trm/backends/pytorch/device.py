@@ -30,17 +30,18 @@ def devices() -> tuple[str, ...]:
     return ("cpu", *(name for name, here in works.items() if here))
 
 
-def peak_bytes() -> int:
+def peak_bytes(execution: Execution) -> int:
     """Return the peak of the process, and what the driver of a GPU holds for it.
 
     The driver returns memory only when its cache is released, so what it holds is nearly its peak. If the
     resident memory contains it, it is counted twice.
     """
-    return resident_peak_bytes() + held_bytes()
+    return resident_peak_bytes() + held_bytes(execution)
 
 
-def held_bytes() -> int:
-    return int(torch.mps.driver_allocated_memory()) if is_available(torch.backends.mps) else 0
+def held_bytes(execution: Execution) -> int:
+    """Return what the driver of a GPU holds. A run on the CPU must not call it: that would start it."""
+    return int(torch.mps.driver_allocated_memory()) if execution.device == "mps" else 0
 
 
 def prepare(execution: Execution) -> None:
@@ -67,15 +68,15 @@ def warm_up() -> None:
     torch.randn(256, 256) @ torch.randn(256, 256)
 
 
-def release_memory() -> int:
+def release_memory(execution: Execution) -> int:
     """Return what the driver of a GPU keeps for later tensors.
 
     On the CPU, freed memory belongs to the C library.
     """
-    before = held_bytes()
+    before = held_bytes(execution)
     if before:
         torch.mps.empty_cache()
-    return before - held_bytes()
+    return before - held_bytes(execution)
 
 
 def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
