@@ -57,7 +57,6 @@ _REASONS = {
     "interrupted": "interrupted",
 }
 _TEMPLATES: Mapping[str, str] = {
-    DeviceRejected.name: "{backend} on {device} is not used: {problem}",
     Resumed.name: "resumed after step {step}",
     Regrouping.name: "a machine arrives or leaves after step {step}",
     Restarted.name: "the trainer {cause}; it started again",
@@ -90,6 +89,7 @@ _TEMPLATES: Mapping[str, str] = {
     WeightsDiffered.name: "step {step}: weights differed between machines; those of the host are used",
 }
 _DESCRIBED: Mapping[str, Callable[[Row], str]] = {
+    DeviceRejected.name: lambda row: _describe_rejection(row),
     Stopped.name: lambda row: (
         f"stopped after step {row['step']}: {_REASONS.get(row['reason'], row['reason'])}"
     ),
@@ -122,6 +122,11 @@ def describe_event(row: Row) -> str:
         return _TEMPLATES[name].format(**row)
     except (KeyError, ValueError, TypeError, IndexError, OverflowError):
         return name
+
+
+def _describe_rejection(row: Row) -> str:
+    where = "" if row["tensor"] is None else f"{row['tensor']}: "
+    return f"{row['backend']} on {row['device']} is not used: {where}{row['problem']}"
 
 
 def _describe_limits(row: Row) -> str:

@@ -238,6 +238,14 @@ def test_an_event_whose_fields_are_missing_is_shown_by_its_name():
     ("event", "text"),
     [
         (events.LowBattery(7.0, 3), "battery at 7 %; saved"),
+        (
+            events.DeviceRejected("pytorch", "mps", "it did not change in step 1", "ema/q_head.bias"),
+            "pytorch on mps is not used: ema/q_head.bias: it did not change in step 1",
+        ),
+        (
+            events.DeviceRejected("mlx", "gpu", "the check took too long", None),
+            "mlx on gpu is not used: the check took too long",
+        ),
         (events.Stopped("target", 3, 1.0, 1), "stopped after step 3: the target is reached"),
         (
             events.DutyCycleChanged(3, 1.0, 0.75, "the system throttles the processor"),
