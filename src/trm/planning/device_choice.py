@@ -84,7 +84,7 @@ def choose_device(planner: Planner) -> DeviceChoice:
         return DeviceChoice(planner)
     others = [each for each in candidates(wanted, planner.display.message) if each != REFERENCE]
     if not others:
-        return DeviceChoice(at(planner, REFERENCE))
+        return DeviceChoice(planner_at(planner, REFERENCE))
     unfit = {each: why for each in others if (why := unsuitable(planner, each)) is not None}
     for place, why in unfit.items():
         planner.display.message(f"warning: {why}; {place} is not used.")
@@ -102,19 +102,19 @@ def choose_device(planner: Planner) -> DeviceChoice:
     else:
         chosen = REFERENCE
         reason = "; ".join([*unfit.values(), *(f"{each.place} {each}" for each in verdicts)])
-    return DeviceChoice(at(planner, chosen), reason, verdicts)
+    return DeviceChoice(planner_at(planner, chosen), reason, verdicts)
 
 
 def fitted_on_cpu(planner: Planner) -> Planner:
     """Make the recipe small enough for this machine; which device it is for is decided afterwards."""
-    return at(fitted(at(planner, REFERENCE)), wanted_place(planner))
+    return planner_at(fitted(planner_at(planner, REFERENCE)), wanted_place(planner))
 
 
 def wanted_place(planner: Planner) -> Place:
     return Place(planner.config.plan.backend, planner.config.plan.device)
 
 
-def at(planner: Planner, place: Place) -> Planner:
+def planner_at(planner: Planner, place: Place) -> Planner:
     """Return the planner of the same recipe at another place."""
     return replace(planner, config=recipe_at(planner.config, place))
 
@@ -132,7 +132,7 @@ def unsuitable(planner: Planner, place: Place) -> str | None:
     if in_bfloat16 and place.backend == "pytorch":
         return f"model.weights_dtype=bfloat16 is for the CPU; {place.device} computes in float32 only"
     try:
-        check_backend(planner.config.training, at(planner, place).config.plan)
+        check_backend(planner.config.training, planner_at(planner, place).config.plan)
     except ValueError as error:
         return str(error)
     return None
@@ -279,6 +279,6 @@ def _fastest(planner: Planner, places: list[Place]) -> tuple[Place, str]:
 
 def rate_of(planner: Planner, place: Place) -> float | None:
     """Return the samples per second of the recipe at a place, or None if no step survives there."""
-    there, _ = at(planner, place).corrected()
+    there, _ = planner_at(planner, place).corrected()
     measured = replace(there, subject=str(place)).measurer.measure(there.execution())
     return None if measured is None else measured.best_rate

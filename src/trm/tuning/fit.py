@@ -7,7 +7,7 @@ from macbook_optimization.hardware_detection import HardwareDetector
 from trm.backends.bounds import least_bytes, smallest_program, training_problem
 from trm.config import RunConfig
 from trm.display import Silent
-from trm.planning.device_choice import REFERENCE, at
+from trm.planning.device_choice import REFERENCE, planner_at
 from trm.planning.planner import PROCESS_BYTES, ROOMY, Planner
 from trm.tasks.base import DataSpec
 
@@ -21,7 +21,7 @@ def why_it_does_not_fit(config: RunConfig, data: DataSpec) -> str | None:
     if (problem := training_problem(program)) is not None:
         return str(problem)
     planner = Planner(config, data, HardwareDetector().detect(with_torch=False), Silent())
-    planner = at(planner, REFERENCE)  # whose memory is estimated, whatever `auto` will choose
+    planner = planner_at(planner, REFERENCE)  # whose memory is estimated, whatever `auto` will choose
     budget = planner.budget.resident_bytes
     if ROOMY * (PROCESS_BYTES + least_bytes(program)) < budget:
         return None

@@ -10,7 +10,15 @@ from macbook_optimization.errors import ConfigError
 from macbook_optimization.hardware_detection import HardwareDetector
 from trm.backends.base import StepResult
 from trm.planning import device_check
-from trm.planning.device_choice import REFERENCE, Place, at, check, choose_device, execution_at, wanted_place
+from trm.planning.device_choice import (
+    REFERENCE,
+    Place,
+    check,
+    choose_device,
+    execution_at,
+    planner_at,
+    wanted_place,
+)
 from trm.planning.planner import Planner
 from trm.runs.directory import EVENTS
 from trm.tasks.dataset import open_split
@@ -201,7 +209,7 @@ def test_a_run_continues_on_the_cpu_if_the_device_fails(dataset, tmp_path, monke
 
 def test_a_place_is_part_of_the_plan(dataset):
     planner = planner_of(run_config(dataset))
-    assert at(planner, Place("pytorch", "mps")).execution().device == "mps"
+    assert planner_at(planner, Place("pytorch", "mps")).execution().device == "mps"
 
 
 @pytest.mark.usefixtures("cache")
