@@ -24,17 +24,20 @@ from macbook_optimization.cpu_optimization import environment
 from macbook_optimization.errors import RunError
 from macbook_optimization.json_types import JsonObject
 from trm.config import load_config
-from trm.machine.devices import DeviceResult, examine_device
-from trm.machine.selfcheck import Check, Finding, Surroundings, failed, passed, skipped
+from trm.machine.selfcheck import TIME_IS_UP, Check, Finding, Surroundings, failed, passed, skipped
 from trm.planning.device_choice import (
     AUTO,
     CHECK_SECONDS,
     REFERENCE,
     Place,
+    Verdict,
     candidates,
+    check,
     execution_at,
     installed_backends,
+    rate_of,
 )
+from trm.planning.measurer import PROBE_SECONDS
 from trm.planning.planner import Planner
 from trm.runs.directory import EVENTS, Run
 from trm.runs.events import Restarted, Resumed, Stopped
@@ -43,6 +46,7 @@ from trm.tasks.registry import load_task
 RECIPE = "sudoku-6x6"
 BUILD = {"size": 6, "blanks": 22, "train": 300, "test": 32}
 NUM_STEPS = 30
+LEARNING_STEPS = 100  # at least two rows of losses: one is written after 50 steps, and one at the end
 KILLED_STEPS = 100
 MAX_MEMORY_ERROR = 0.15
 PATIENCE_SECONDS = 240.0  # of one training
@@ -79,27 +83,30 @@ def _failed(reason: str, here: Surroundings) -> Finding:
 
 
 class _Examined:
-    """A place and what was found about it, once for all checks: it may take minutes to fail."""
+    """A place and the verdict about it, once for all checks: it may take minutes to fail."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.result: DeviceResult | None = None
+        self.known = Verdict(*REFERENCE) if place == REFERENCE else None
 
-    def found(self, here: Surroundings) -> DeviceResult:
-        if self.result is None:
-            seconds = max(1.0, min(CHECK_SECONDS, here.seconds_left))
-            self.result = examine_device(planner_of(here), self.place, seconds)
-        return self.result
+    def verdict(self, here: Surroundings) -> Verdict:
+        if self.known is None:
+            self.known = check(planner_of(here), self.place, here.at_most(CHECK_SECONDS))
+        return self.known
 
 
 def check_parity(examined: _Examined, here: Surroundings) -> Finding:
-    found = examined.found(here)
-    return passed() if found.problem is None else failed(f"{found.tensor or 'a step'}: {found.problem}")
+    found = examined.verdict(here)
+    if found.problem is None:
+        return passed()
+    if found.timed_out and here.seconds_left <= 0:
+        return skipped(TIME_IS_UP)
+    return failed(f"{found.tensor or 'a step'}: {found.problem}")
 
 
 def check_device_memory(examined: _Examined, here: Surroundings) -> Finding:
     """Record what the system and the driver count after a step: whether one contains the other is open."""
-    if examined.found(here).problem is not None:
+    if examined.verdict(here).problem is not None:
         return skipped(_FAILED_THE_CHECK)
     planner = planner_of(here)
     facts: JsonObject = run_in_child(
@@ -109,18 +116,20 @@ def check_device_memory(examined: _Examined, here: Surroundings) -> Finding:
             "execution": asdict(execution_at(planner, examined.place)),
         },
         environment=environment(_threads(here)),
-        timeout_seconds=max(1.0, min(PATIENCE_SECONDS, here.seconds_left)),
+        timeout_seconds=here.at_most(PATIENCE_SECONDS),
     )
     return passed(**facts)
 
 
 def check_speed(examined: _Examined, here: Surroundings) -> Finding:
-    found = examined.found(here)
-    if found.problem is not None:
+    if examined.verdict(here).problem is not None:
         return skipped(_FAILED_THE_CHECK)
-    if found.samples_per_second is None:
+    rate = rate_of(planner_of(here), examined.place, here.at_most(PROBE_SECONDS))
+    if here.seconds_left <= 0:  # a measurement that was cut short has seen the smallest sizes only
+        return skipped(TIME_IS_UP)
+    if rate is None:
         return failed("no step could be measured")
-    return passed(samples_per_second=round(found.samples_per_second, 2), recipe=RECIPE)
+    return passed(samples_per_second=round(rate, 2), recipe=RECIPE)
 
 
 def planner_of(here: Surroundings) -> Planner:
@@ -189,7 +198,7 @@ def _train(here: Surroundings, name: str, overrides: Sequence[str]) -> Run:
 def _wait(process: subprocess.Popen[str], here: Surroundings) -> None:
     """Wait for the end of a training; raise `RunError` with its last words if it fails."""
     try:
-        _, said = process.communicate(timeout=max(1.0, min(PATIENCE_SECONDS, here.seconds_left)))
+        _, said = process.communicate(timeout=here.at_most(PATIENCE_SECONDS))
     except subprocess.TimeoutExpired as late:
         raise RunError("A training took too long.") from late
     if process.returncode:
@@ -199,23 +208,29 @@ def _wait(process: subprocess.Popen[str], here: Surroundings) -> None:
 
 def check_training(examined: _Examined, here: Surroundings) -> Finding:
     place = examined.place
-    if place != REFERENCE and examined.found(here).problem is not None:
+    if examined.verdict(here).problem is not None:
         return skipped(_FAILED_THE_CHECK)
     overrides = (
         f"plan.backend={place.backend}",
         f"plan.device={place.device}",
-        f"training.max_steps={NUM_STEPS}",
+        f"training.max_steps={LEARNING_STEPS}",
     )
     run = _train(here, f"short-{place.backend}-{place.device}", overrides)
     losses = [row["loss"] for row in run.rows() if row["kind"] == "train"]
     used = None if run.plan is None else run.plan.execution
-    facts: JsonObject = {"losses": [round(loss, 4) for loss in losses], "steps": NUM_STEPS}
+    facts: JsonObject = {"losses": [round(loss, 4) for loss in losses], "steps": LEARNING_STEPS}
     if used is None or (used.backend, used.device) != place:
         return failed(f"the run was not computed with {place}", **facts)
+    problem = problem_of(losses)
+    return passed(**facts) if problem is None else failed(problem, **facts)
+
+
+def problem_of(losses: Sequence[float]) -> str | None:
+    """Return why these losses do not show that something was learned, or None if they do."""
     half = len(losses) // 2
-    if half and median(losses[-half:]) >= median(losses[:half]):
-        return failed("nothing was learned", **facts)
-    return passed(**facts)
+    if not half:
+        return f"there are too few losses to compare: {len(losses)}"
+    return "nothing was learned" if median(losses[-half:]) >= median(losses[:half]) else None
 
 
 def check_memory_prediction(here: Surroundings) -> Finding:
@@ -257,7 +272,7 @@ def check_kill_and_resume(here: Surroundings) -> Finding:
 
 
 def _kill_after_checkpoint(process: subprocess.Popen[str], run: Run, here: Surroundings) -> int | None:
-    end = time.monotonic() + min(PATIENCE_SECONDS, here.seconds_left)
+    end = time.monotonic() + here.at_most(PATIENCE_SECONDS)
     while time.monotonic() < end and process.poll() is None:
         step = run.checkpoints().newest_step() if run.path.exists() else None
         trainer = _trainer_of(process)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trm.planning.device_choice import (
-    AUTO,
-    CHECK_SECONDS,
-    REFERENCE,
-    Place,
-    candidates,
-    check,
-    rate_of,
-)
+from trm.planning.device_choice import AUTO, REFERENCE, Place, candidates, check, rate_of
 from trm.planning.planner import Planner
 
 
@@ -35,8 +27,8 @@ def examine_devices(planner: Planner) -> tuple[DeviceResult, ...]:
     return tuple(examine_device(planner, place) for place in places)
 
 
-def examine_device(planner: Planner, place: Place, timeout_seconds: float = CHECK_SECONDS) -> DeviceResult:
-    verdict = None if place == REFERENCE else check(planner, place, timeout_seconds)
+def examine_device(planner: Planner, place: Place) -> DeviceResult:
+    verdict = None if place == REFERENCE else check(planner, place)
     if verdict is not None and verdict.problem is not None:
         return DeviceResult(*place, verdict.problem, verdict.tensor, None)
     return DeviceResult(*place, None, None, rate_of(planner, place))

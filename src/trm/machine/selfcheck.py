@@ -34,6 +34,7 @@ from trm.planning.device_choice import installed_backends
 SCHEMA_VERSION = 1
 KIND = "trm selfcheck"
 MAX_SECONDS = 15 * 60.0
+TIME_IS_UP = "the time was up"
 Status = Literal["passed", "failed", "skipped"]
 # Of network hardware, and of IPv4 and IPv6.
 _ADDRESS = re.compile(
@@ -75,6 +76,10 @@ class Surroundings(NamedTuple):
     @property
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def at_most(self, seconds: float) -> float:
+        """Return how long a part of a check may take: no longer than the time of all checks lasts."""
+        return min(seconds, self.seconds_left)
 
 
 class Check(NamedTuple):
@@ -127,16 +132,21 @@ def _own_cache(directory: str) -> Iterator[None]:
 def _run(check: Check, here: Surroundings) -> Result:
     started = time.monotonic()
     if here.seconds_left <= 0:
-        return Result(check.name, 0.0, skipped("the time was up"))
+        return Result(check.name, 0.0, skipped(TIME_IS_UP))
     try:
         finding = check.run(here)
     except LaptopError as error:
-        finding = failed(str(error))
+        finding = _interrupted(str(error), here)
     except ChildDied as death:
-        finding = failed(f"a process {death}")
+        finding = _interrupted(f"a process {death}", here)
     except OSError as error:
-        finding = failed(error.strerror or type(error).__name__)
+        finding = _interrupted(error.strerror or type(error).__name__, here)
     return Result(check.name, time.monotonic() - started, finding)
+
+
+def _interrupted(reason: str, here: Surroundings) -> Finding:
+    """Return the result of a check that an error ended: after the time is up, it is no finding."""
+    return failed(reason) if here.seconds_left > 0 else skipped(f"{TIME_IS_UP}: {reason}")
 
 
 def is_passed(results: Sequence[Result]) -> bool:

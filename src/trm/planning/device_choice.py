@@ -24,6 +24,7 @@ from trm.config.kinds import check_backend
 from trm.plan import Execution
 from trm.planning.cache import cache_directory, cache_key, read_cached, write_cached
 from trm.planning.fitting import fitted
+from trm.planning.measurer import PROBE_SECONDS
 from trm.planning.planner import Planner
 
 AUTO = "auto"
@@ -277,8 +278,8 @@ def _fastest(planner: Planner, places: list[Place]) -> tuple[Place, str]:
     return max(rates, key=lambda place: rates[place]), f"measured {readings}"
 
 
-def rate_of(planner: Planner, place: Place) -> float | None:
+def rate_of(planner: Planner, place: Place, timeout_seconds: float = PROBE_SECONDS) -> float | None:
     """Return the samples per second of the recipe at a place, or None if no step survives there."""
     there, _ = planner_at(planner, place).corrected()
-    measured = replace(there, subject=str(place)).measurer.measure(there.execution())
+    measured = replace(there, subject=str(place)).measurer.measure(there.execution(), timeout_seconds)
     return None if measured is None else measured.best_rate

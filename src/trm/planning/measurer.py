@@ -22,7 +22,7 @@ from trm.planning.row_widths import row_widths
 from trm.planning.settings import budget_of, parallelism_choices
 from trm.tasks.base import DataSpec
 
-PROBE_SECONDS = 600
+PROBE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Measurer:
     known: dict[str, Measurements | None]  # measured by this process
     subject: str = ""  # which of several recipes this is
 
-    def measure(self, execution: Execution) -> Measurements | None:
+    def measure(self, execution: Execution, timeout_seconds: float = PROBE_SECONDS) -> Measurements | None:
         """Return what a step takes, or None if no size survived."""
         key = self._key(execution)
         if key not in self.known:
@@ -42,7 +42,7 @@ class Measurer:
             if earlier is not None and earlier.is_worth_repeating:
                 self.display.message(f"Measuring once more: {_disturbed(earlier)}.")
                 earlier = None
-            measured = earlier or self._probe(execution)
+            measured = earlier or self._probe(execution, timeout_seconds)
             self.known[key] = measured and replace(
                 measured, row_widths=row_widths(self.config), workers=max(self._choices()).workers
             )
@@ -61,20 +61,20 @@ class Measurer:
             return None
         return measured
 
-    def _probe(self, execution: Execution) -> Measurements | None:
+    def _probe(self, execution: Execution, timeout_seconds: float) -> Measurements | None:
         details = "; ".join(filter(None, (self.subject, *_savings(execution))))
         which = f" ({details})" if details else ""
         self.display.message(f"Measuring what a step takes on this machine{which}.")
         rows: list[JsonObject] = []
         found: JsonObject = {}
         try:
-            found = self._run_probe(execution, rows)
+            found = self._run_probe(execution, rows, timeout_seconds)
         except (MemoryBudgetError, AllocationFailed):
             pass  # what was reported before is still valid
         except ChildDied as death:
             if death.timed_out and not rows:
                 raise ConfigError(
-                    f"One example takes more than {PROBE_SECONDS / 60:.0f} minutes on this machine",
+                    f"One example takes more than {timeout_seconds / 60:.2g} minutes on this machine",
                     hint="Lower model.hidden_size, model.H_cycles, model.L_cycles or training.depths.",
                 ) from death
             if not (death.timed_out or death.may_be_out_of_memory or death.signal == signal.SIGILL):
@@ -88,7 +88,7 @@ class Measurer:
             keep_measurements(self.probe_file(execution), measured)
         return measured
 
-    def _run_probe(self, execution: Execution, rows: list[JsonObject]) -> JsonObject:
+    def _run_probe(self, execution: Execution, rows: list[JsonObject], timeout_seconds: float) -> JsonObject:
         arguments = {
             "config": self.config.model_dump(mode="json"),
             "execution": asdict(execution),
@@ -101,7 +101,7 @@ class Measurer:
             arguments,
             on_row=rows.append,
             environment=environment(execution.threads, compact=execution.allocator == "compact"),
-            timeout_seconds=PROBE_SECONDS,
+            timeout_seconds=timeout_seconds,
         )
         return found
 

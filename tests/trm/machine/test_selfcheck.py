@@ -7,21 +7,26 @@ import platform
 import re
 import subprocess
 import tempfile
+import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from psutil._common import sbattery
 from tiny import TRM, Recorder
 
 from macbook_optimization import macos_readers as macos
 from macbook_optimization.children import ChildDied
-from macbook_optimization.errors import DataError
-from macbook_optimization.hardware_detection import HardwareDetector, macos_cpu
+from macbook_optimization.errors import DataError, RunError
+from macbook_optimization.hardware_detection import HardwareDetector, macos_cpu, on_macos
 from trm.machine import checks_hardware as hardware_checks
 from trm.machine import checks_system as system_checks
+from trm.machine import checks_training as training_checks
 from trm.machine import selfcheck
 from trm.machine.selfcheck import Check, Finding, failed, passed, skipped
+from trm.planning.device_choice import REFERENCE, Place
 
 RECORDED = Path(__file__).parents[2] / "macbook_optimization" / "recorded"
 HARDWARE = HardwareDetector().detect(with_torch=False)
@@ -74,6 +79,57 @@ def test_checks_after_the_time_is_up_are_skipped():
     assert result.finding == skipped("the time was up")
 
 
+@pytest.mark.parametrize(
+    "error", [ChildDied(-9, False, "", timed_out=True), RunError("A training took too long.")]
+)
+def test_a_check_that_the_end_of_the_time_interrupts_is_skipped(error):
+    def late(here):
+        time.sleep(here.seconds_left)
+        raise error
+
+    (result,) = results_of(Check("late", late), max_seconds=0.05)
+    assert result.finding.status == "skipped"
+    assert result.finding.reason.startswith("the time was up")
+
+
+def examined(place):
+    return training_checks._Examined(place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [
+        partial(training_checks.check_parity, examined(Place("pytorch", "mps"))),
+        partial(training_checks.check_speed, examined(REFERENCE)),
+        partial(training_checks.check_training, examined(REFERENCE)),
+        training_checks.check_memory_prediction,
+        training_checks.check_kill_and_resume,
+    ],
+)
+def test_checks_that_train_are_skipped_when_their_time_ends(check, monkeypatch):
+    """Not even the libraries are loaded by then."""
+    monkeypatch.setattr(training_checks, "BUILD", {**training_checks.BUILD, "train": 8, "test": 4})
+    (result,) = results_of(Check("training", check), max_seconds=0.5)
+    assert result.finding.status == "skipped", result
+    assert result.finding.reason.startswith("the time was up")
+
+
+@pytest.mark.parametrize(
+    ("losses", "problem"),
+    [
+        ([], "there are too few losses to compare: 0"),
+        ([1.0], "there are too few losses to compare: 1"),
+        ([1.0, 0.5], None),
+        ([1.0, 9.0, 0.5], None),
+        ([0.5, 1.0], "nothing was learned"),
+        ([1.0, 1.0], "nothing was learned"),
+    ],
+)
+def test_losses_show_that_something_was_learned(losses, problem):
+    assert training_checks.problem_of(losses) == problem
+
+
 def recorded_tool(*names):
     """Return a tool that prints recorded output, of which the checks use some lines."""
     text = "\n".join((RECORDED / name).read_text(encoding="utf-8") for name in names)
@@ -105,6 +161,15 @@ def test_the_battery_is_read_in_two_ways(name):
     text = (RECORDED / name).read_text(encoding="utf-8")
     ours = {"on_battery": macos.power_source(text)[0]}
     assert hardware_checks.compare(ours, hardware_checks.battery_of_tools(text)).status == "passed"
+
+
+@pytest.mark.skipif(on_macos(), reason="a Mac has a tool that reports the battery")
+def test_a_battery_that_no_tool_reports_is_not_compared(monkeypatch):
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: sbattery(50.0, 3600, False), raising=False)
+    (result,) = results_of(Check("battery", hardware_checks.check_battery))
+    assert result.finding.status == "skipped"
+    assert result.finding.reason == "no tool of the system reports this"
+    assert result.finding.facts["read"] == {"on_battery": True}
 
 
 def test_without_a_tool_nothing_is_compared():
@@ -182,6 +247,7 @@ def test_the_command_checks_this_machine_and_writes_one_file(tmp_path):
     ):
         assert by_name[name]["status"] == "passed", by_name[name]
     assert all(each["reason"] for each in report["checks"] if each["status"] == "skipped")
+    assert len(by_name["training with pytorch on cpu"]["facts"]["losses"]) >= 2
     assert found_in(text, personal_texts()) == set()
     assert "serial" not in text.lower()
     assert "kill and resume: passed" in finished.stderr

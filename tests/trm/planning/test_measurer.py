@@ -23,7 +23,7 @@ class FakeProbe(Measurer):
     busy = 0.0
     death: ChildDied | None = None
 
-    def _run_probe(self, execution, rows):
+    def _run_probe(self, execution, rows, timeout_seconds):
         if self.death is not None:
             raise self.death
         rows.append(ROW)
