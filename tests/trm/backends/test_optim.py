@@ -7,6 +7,7 @@ from reference import recursion
 from tiny import make_batch, make_learner, training_config
 
 from trm.backends.base import StepSettings
+from trm.backends.formulas import STATE_COPIES
 from trm.backends.pytorch.optim import OPTIMIZERS, orthogonalized
 
 
@@ -68,9 +69,9 @@ def test_muon_updates_the_matrices_of_the_block_and_adamw_the_rest():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_keeps_no_more_than_it_states(name):
-    """Memory is planned by `state_copies`."""
+    """Memory is planned by `STATE_COPIES`."""
     ours = make_learner(training=training_config(optimizer=name))
     weights = sum(parameter.numel() for parameter in ours.parameters.values())
     whole = [each for each in ours.optimizer.moments.values() if each.ndim > 1 or name != "adafactor"]
     moments = sum(moment.numel() for moment in whole)
-    assert moments <= OPTIMIZERS[name].state_copies * weights
+    assert moments <= STATE_COPIES[name] * weights

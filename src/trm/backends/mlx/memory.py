@@ -12,13 +12,13 @@ import math
 
 from macbook_optimization.memory_management import MemoryModel
 from trm.backends.base import Program
+from trm.backends.formulas import STATE_COPIES
 from trm.backends.sizes import RECOMPUTE_EVERY, count_latents, count_positions, count_weights
 from trm.config import AnyModelConfig, DecoderConfig, ModelConfig
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
 
 _BYTES = 4  # weights, moments and losses are float32
-_MOMENTS = {"adamw": 2, "adam_atan2": 2, "muon": 2, "adafactor": 0}  # copies of the weights, at most
 _LATENTS = 3  # before the step, of its micro-batches, and joined
 _WORK = 1.3  # intermediate results of the backward pass, relative to what is kept; measured
 _LOGITS = 6  # copies of an example's logits: probabilities, their logarithms and gradients
@@ -31,7 +31,7 @@ def state_bytes(program: Program) -> int:
     weights = count_weights(model, program.data)
     weight = 2 if isinstance(model, DecoderConfig) and model.weights_dtype == "bfloat16" else _BYTES
     moment = 2 if training.moments_dtype == "bfloat16" else _BYTES
-    replaced = (1 + training.ema) * weight + _MOMENTS[training.optimizer] * moment
+    replaced = (1 + training.ema) * weight + STATE_COPIES[training.optimizer] * moment
     gradients = 2 * _BYTES  # the sum, and those of a micro-batch
     rows = program.data.num_puzzle_identifiers * model.puzzle_emb_ndim
     fixed = (2 * replaced + gradients) * weights + 2 * rows * _BYTES

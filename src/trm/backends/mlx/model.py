@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from trm.backends.draws import Draws
+from trm.backends.formulas import IMPOSSIBLE_LOGIT, INITIAL_HALT_BIAS
 from trm.backends.mlx.layers import Angles, Block, Drawn, Weights, linear, widened
 from trm.backends.mlx.losses import (
     SlotLosses,
@@ -28,7 +29,6 @@ from trm.backends.sizes import count_positions
 from trm.config import ModelConfig, TrainingConfig
 from trm.tasks.base import DataSpec
 
-IMPOSSIBLE_LOGIT = -20.0  # of a token that is not a digit, with candidates
 INITIAL_LATENTS = "initial_latents"
 PUZZLE_ROWS = "puzzle_emb.weights"  # one learned row per puzzle identifier, with an optimizer of its own
 _BLOCK = "L_level."
@@ -92,7 +92,7 @@ class TinyRecursiveModel:
         num_outputs = 1 if candidates else data.num_outputs
         drawn["lm_head.weight"] = mx.array(draws.truncated_normal(num_outputs, D, std=D**-0.5))
         drawn["q_head.weight"] = mx.zeros((2, D))
-        drawn["q_head.bias"] = mx.full((2,), -5.0)  # hardly ever halt until it is learned
+        drawn["q_head.bias"] = mx.full((2,), INITIAL_HALT_BIAS)
         drawn[INITIAL_LATENTS] = mx.array(draws.truncated_normal(self.num_latents, D, std=1))
         return drawn
 

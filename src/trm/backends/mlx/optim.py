@@ -6,7 +6,6 @@ are not changed but replaced: until all new ones are computed, the step has not 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from trm.backends.base import StepSettings
+from trm.backends.formulas import LEAST_SIZE, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, muon_scale
 from trm.backends.mlx.layers import Weights, widened
 from trm.config import TrainingConfig
 
@@ -114,15 +114,13 @@ class Muon(AdamW):
         if not _in_block(update.name):
             return super().change(parameter, update)
         ahead = lerp(update.gradient, self.first_moment(update), self.training.beta1)
-        scale = 0.2 * math.sqrt(max(parameter.shape))  # about the size of Adam's steps
-        return parameter - update.learning_rate * scale * orthogonalized(ahead)
+        rate = update.learning_rate * muon_scale(parameter.shape)
+        return parameter - rate * orthogonalized(ahead)
 
 
 class Adafactor(AdamW):
     """The second moment of a matrix as the product of its rows' and its columns' means; no first moment
     (Shazeer & Stern, 2018)."""
-
-    LEAST_SIZE = 1e-3  # of a parameter, which may start at zero
 
     def shapes(self, name: str, parameter: mx.array) -> dict[str, tuple[int, ...]]:
         if parameter.ndim != 2:
@@ -132,7 +130,7 @@ class Adafactor(AdamW):
     def change(self, parameter: mx.array, update: Update) -> mx.array:
         step = self._scaled(update)
         step = step / mx.maximum(1.0, _root_mean_square(step))
-        size = mx.maximum(self.LEAST_SIZE, _root_mean_square(parameter))
+        size = mx.maximum(LEAST_SIZE, _root_mean_square(parameter))
         return parameter - update.learning_rate * size * step
 
     def _scaled(self, update: Update) -> mx.array:
@@ -173,13 +171,14 @@ def lerp(start: mx.array, end: mx.array, share: float) -> mx.array:
 
 
 def orthogonalized(matrix: mx.array) -> mx.array:
-    """Return nearly the closest matrix whose singular values are all one, by five Newton-Schulz steps."""
+    """Return nearly the closest matrix whose singular values are all one, by Newton-Schulz steps."""
+    a, b, c = NEWTON_SCHULZ
     is_wide = matrix.shape[0] <= matrix.shape[1]
     wide = matrix if is_wide else matrix.T
     x = wide / (mx.linalg.norm(wide) + 1e-7)
-    for _ in range(5):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
-        x = 3.4445 * x + mx.addmm(gram, gram, gram, alpha=2.0315, beta=-4.7750) @ x
+        x = a * x + mx.addmm(gram, gram, gram, alpha=c, beta=b) @ x
     return x if is_wide else x.T
 
 

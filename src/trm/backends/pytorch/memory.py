@@ -15,10 +15,10 @@ from torch import Tensor
 
 from macbook_optimization.memory_management import MemoryModel
 from trm.backends.base import Program
+from trm.backends.formulas import STATE_COPIES
 from trm.backends.pytorch.decoder import Decoder
 from trm.backends.pytorch.model import TinyRecursiveModel
 from trm.backends.pytorch.models import new_model
-from trm.backends.pytorch.optim import OPTIMIZERS
 from trm.backends.sizes import (
     LOGITS_AT_A_TIME,
     RECOMPUTE_EVERY,
@@ -57,7 +57,7 @@ def _bytes_per_weight(program: Program) -> float:
     """
     training = program.training
     moment = 2 if training.moments_dtype == "bfloat16" else _BYTES
-    moments = OPTIMIZERS[training.optimizer].state_copies * moment
+    moments = STATE_COPIES[training.optimizer] * moment
     if isinstance(program.model, DecoderConfig):
         in_bfloat16 = program.model.weights_dtype == "bfloat16"
         weight = 2 if in_bfloat16 else _BYTES

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trm.backends.failures import check_shapes
+from trm.backends.formulas import IMPOSSIBLE_LOGIT, INITIAL_HALT_BIAS
 from trm.backends.pytorch.compile import compile_block
 from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
@@ -28,8 +29,6 @@ from trm.tasks.base import DataSpec
 if TYPE_CHECKING:
     from trm.backends.base import StepSettings
     from trm.backends.pytorch.step_tensors import MicroBatch
-
-IMPOSSIBLE_LOGIT = -20.0  # of a token that is not a digit, with candidates
 
 
 class Embedding(nn.Module):
@@ -57,7 +56,7 @@ class HaltHead(nn.Module):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, hidden_size))
-        self.bias = nn.Parameter(torch.full((2,), -5.0))  # hardly ever halt until it is learned
+        self.bias = nn.Parameter(torch.full((2,), INITIAL_HALT_BIAS))
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Optimizers, sign descent for puzzle embeddings, and the moving average of the weights.
 
 The state is plain named tensors and the step number, so that a checkpoint needs no pickle. A new optimizer is
-a class here with `state_copies`, the number of tensors of the weights' size that it keeps, and a row in
-`OPTIMIZERS`.
+a class and a row in `OPTIMIZERS`, here and in the MLX backend, and a row in `STATE_COPIES`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trm.backends.formulas import LEAST_SIZE, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, muon_scale
 from trm.backends.pytorch.plain import widened
 from trm.config import TrainingConfig
 
@@ -34,8 +34,6 @@ class AdamW:
 
     A parameter or moment that is kept in bfloat16 is changed in float32 and rounded once.
     """
-
-    state_copies = 2
 
     def __init__(
         self, parameters: Named, training: TrainingConfig, undecayed: Collection[str] = frozenset()
@@ -118,8 +116,6 @@ class AdamAtan2(AdamW):
 class Muon(AdamW):
     """Orthogonalised momentum for the matrices of the recursive block; AdamW for embeddings and heads."""
 
-    state_copies = 2  # at most: the block's matrices need one
-
     def new_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         return {"exp_avg": self.zeros(parameter)} if _in_block(name) else super().new_moments(name, parameter)
 
@@ -128,7 +124,7 @@ class Muon(AdamW):
             super().change(parameter, update)
             return
         ahead = torch.lerp(update.gradient, self.first_moment(update), self.training.beta1)
-        parameter.add_(orthogonalized(ahead), alpha=-update.learning_rate * muon_scale(parameter))
+        parameter.add_(orthogonalized(ahead), alpha=-update.learning_rate * muon_scale(parameter.shape))
 
 
 class Adafactor(AdamW):
@@ -138,9 +134,6 @@ class Adafactor(AdamW):
     the step, and an update whose root mean square exceeds one is scaled down to it.
     """
 
-    state_copies = 0  # two vectors per matrix
-    LEAST_SIZE = 1e-3  # of a parameter, which may start at zero
-
     def new_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         if parameter.ndim != 2:
             return {"exp_avg_sq": self.zeros(parameter)}
@@ -149,7 +142,7 @@ class Adafactor(AdamW):
     def change(self, parameter: Tensor, update: Update) -> None:
         step = self._scaled(update)
         step.div_(max(1.0, _root_mean_square(step)))
-        size = max(self.LEAST_SIZE, _root_mean_square(parameter))
+        size = max(LEAST_SIZE, _root_mean_square(parameter))
         parameter.add_(step, alpha=-update.learning_rate * size)
 
     def _scaled(self, update: Update) -> Tensor:
@@ -184,19 +177,15 @@ def _in_block(name: str) -> bool:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return nearly the closest matrix whose singular values are all one, by five Newton-Schulz steps."""
+    """Return nearly the closest matrix whose singular values are all one, by Newton-Schulz steps."""
+    a, b, c = NEWTON_SCHULZ
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / (wide.norm() + 1e-7)
-    for _ in range(5):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
-        x = 3.4445 * x + torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315) @ x
+        x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
     result: Tensor = x if wide is matrix else x.T
     return result
-
-
-def muon_scale(matrix: Tensor) -> float:
-    """Scale a step to about the size of Adam's, so that one learning rate and decay serve both."""
-    return 0.2 * math.sqrt(max(matrix.shape))
 
 
 @torch.no_grad()
