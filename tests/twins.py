@@ -5,6 +5,7 @@ import torch
 from tiny import SPEC, make_learner, training_config
 
 from trm.backends.base import load_backend
+from trm.backends.pytorch.step_tensors import StepTensors
 from trm.plan import Execution
 
 
@@ -32,6 +33,16 @@ def twins(model=None, training=None, spec=SPEC, **execution):
     """Return a learner in PyTorch, and one in MLX that starts from its state."""
     theirs = randomized(make_learner(model, training or training_config(), spec, seed=3, **execution))
     return theirs, in_mlx(theirs, **execution)
+
+
+def puzzle_row_gradient(learner, batch, settings):
+    """Return the gradient of a PyTorch learner for the puzzle embeddings that take part in a step.
+
+    An update takes only its sign, so the state does not show its size.
+    """
+    tensors = StepTensors.of(learner, batch, None)
+    losses, _ = learner.model.losses(tensors.take(slice(0, len(batch))), settings, learner.training)
+    return torch.autograd.grad(losses.total / learner.program.num_slots, tensors.rows)[0]
 
 
 def numbers(tensor):

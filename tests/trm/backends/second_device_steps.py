@@ -11,6 +11,7 @@ import second_device
 import torch
 from ranks import thread_worlds, together
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
+from twins import puzzle_row_gradient, randomized
 
 from trm.backends.base import Program, StepSettings
 from trm.backends.pytorch import fused, layers, plain
@@ -132,6 +133,15 @@ def test_a_step_with_everything_is_nearly_that_of_the_cpu(optimizer, supervision
         loss="softmax_cross_entropy", label_smoothing=0.1,
     )  # fmt: skip
     assert_equal(pair, [rich_batch(seed) for seed in range(2)], 1e-5)
+
+
+def test_gradients_of_puzzle_embeddings_are_nearly_those_of_the_cpu():
+    here, there = learners(model_config(puzzle_emb_ndim=12, puzzle_emb_len=2), WIDE)
+    there.load_state(state_of(randomized(here)))
+    how = StepSettings(1, 2, 1e-3, 1e-2)
+    expected, found = (puzzle_row_gradient(each, rich_batch(0), how).cpu() for each in (here, there))
+    assert float(expected.norm()) > 0
+    assert float((found - expected).norm()) <= 5e-5 * float(expected.norm())
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "alternate", "all"])

@@ -9,6 +9,7 @@ from reference import decoder as reference
 from test_decoder import KINDS, SETTINGS, SPEC, decoder_config, gradients_of, text_batch, training
 from test_decoder import make as make_torch
 
+from macbook_optimization.errors import CheckpointError
 from trm.backends.base import Program, SingleProcess
 from trm.batch import IGNORE_LABEL
 from trm.plan import Execution
@@ -173,5 +174,5 @@ def test_losses_of_a_text_are_those_of_pytorch_and_zero_without_a_label():
 
 def test_weights_of_another_model_are_refused():
     wrong = {name: torch.zeros(2) for name in make_torch().model.state_dict()}
-    with pytest.raises(Exception, match="do not fit the model"):
+    with pytest.raises(CheckpointError, match="do not fit the model"):
         language_model(make_torch().program, Execution(backend="mlx"), wrong)

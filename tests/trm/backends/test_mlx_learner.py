@@ -9,7 +9,7 @@ import pytest
 from ranks import thread_worlds, together
 from test_padding import WIDE, padded_batch
 from tiny import SPEC, VARIANTS, make_batch, make_learner, model_config, training_config
-from twins import assert_same_state, in_mlx, numbers, twins
+from twins import assert_same_state, in_mlx, numbers, puzzle_row_gradient, twins
 
 from macbook_optimization.checkpoint_files import open_checkpoint, write_checkpoint
 from macbook_optimization.children import ChildDied, run_in_child
@@ -88,6 +88,21 @@ def test_loss_and_gradients_equal_those_of_pytorch(variant, loss):
     np.testing.assert_allclose(
         numbers(ours.state()["latents"]["latents"]), numbers(theirs.state()["latents"]["latents"]), atol=1e-4
     )
+
+
+@pytest.mark.parametrize("variant", ["mixer, puzzle prefix", "attention, puzzle prefix"])
+def test_gradients_of_puzzle_embeddings_equal_those_of_pytorch(variant):
+    from trm.backends.mlx.model import PUZZLE_ROWS
+    from trm.backends.mlx.step_arrays import StepArrays
+
+    theirs, ours = twins(model_config(**VARIANTS[variant]))
+    batch = make_batch()
+    expected = numbers(puzzle_row_gradient(theirs, batch, settings(cycles=1)))
+    arrays = StepArrays.of(ours, batch)
+    rows = ours.weights[PUZZLE_ROWS][mx.array(arrays.row_ids.astype(np.int32))]
+    _, found = ours.plain[1]({**ours.parameters, PUZZLE_ROWS: rows}, arrays.take(slice(0, 6)), 0.0)
+    assert np.abs(expected).max() > 0
+    assert np.abs(numbers(found[PUZZLE_ROWS]) - expected).max() <= 5e-5 * np.abs(expected).max()
 
 
 @pytest.mark.slow
@@ -368,6 +383,17 @@ def test_inference_gives_the_same_answers_and_probabilities(variant):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=5e-5)
     np.testing.assert_allclose(found.halt_logits, expected.halt_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", MANY)
+def test_answers_to_200_questions_are_the_same(variant):
+    theirs, ours = twins(model_config(**VARIANTS[variant]))
+    batch = make_batch(200, seed=5)
+    expected, found = (
+        Search(each.predictor(), InferenceConfig(depth=3), SPEC).answer(batch) for each in (theirs, ours)
+    )
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.steps, expected.steps)
 
 
 def test_inference_of_short_rows_with_noise_and_retries_equals_that_of_pytorch():
