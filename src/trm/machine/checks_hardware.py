@@ -101,7 +101,7 @@ def check_battery(here: Surroundings) -> Finding:
 
 
 def battery_of_tools(text: str | None) -> Facts:
-    """Read `pmset -g batt` in another way than the program does."""
+    """Read `pmset -g batt` differently from the program."""
     found = _POWER_LINE.search(text or "")
     return {"on_battery": None if found is None else found[1] == "Battery"}
 

@@ -43,7 +43,7 @@ def check_durable_files(here: Surroundings) -> Finding:
         sync(here.directory)
         seconds.append(time.perf_counter() - started)
         if file.read_bytes() != content:
-            return failed("a file has another content than was written")
+            return failed("the content differs from what was written")
     if sys.platform == "darwin":
         with open(here.directory / "written-0", "rb") as opened:
             fcntl.fcntl(opened, fcntl.F_FULLFSYNC)  # raises where the file system cannot do that
