@@ -3,10 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_MLX := $(VENV)/.installed-mlx
 SEED ?= 0
 RUN ?= runs/sudoku-6x6-seed-$(SEED)
 
-.PHONY: install demo demo-mail test test-fast faults check format docs bench clean
+.PHONY: install demo demo-mail test test-fast test-mlx faults check format docs bench clean
 
 install: $(INSTALLED)
 
@@ -18,6 +19,11 @@ $(INSTALLED): pyproject.toml constraints/dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@sync
 	@touch $(INSTALLED)
+
+# MLX is optional: its wheels need macOS 14 on Apple Silicon, or glibc 2.35 on Linux.
+$(INSTALLED_MLX): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev,mlx]'
+	@touch $(INSTALLED_MLX)
 
 demo: install
 	@$(BIN)/trm train sudoku-6x6 seed=$(SEED) --run $(RUN)
@@ -41,11 +47,17 @@ test: test-fast
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
+# What `make test` skips without MLX. An import that fails must not skip it here, too.
+test-mlx: $(INSTALLED_MLX)
+	$(BIN)/python -c 'import mlx.core'
+	$(BIN)/python -m pytest -m mlx -n 2 --dist worksteal
+
 # Everything that is broken on purpose, in full: about an hour, and a table of tried and survived at the end.
 faults: install
 	TRM_FAULTS=full $(BIN)/python -m pytest tests/faults
 
-check: install
+# mypy reads the types of MLX.
+check: $(INSTALLED_MLX)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

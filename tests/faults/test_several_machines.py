@@ -263,6 +263,7 @@ def computing_seconds(machines):
     return (row["spent"]["forward"] + row["spent"]["backward"]) / row["num_steps"]
 
 
+@pytest.mark.mlx
 def test_machines_that_compute_with_mlx_survive_faults_and_stop_together(tmp_path):
     """The guest takes the backend of the host; each listens at the named address only."""
     pytest.importorskip("mlx.core")

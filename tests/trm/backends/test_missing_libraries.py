@@ -1,7 +1,6 @@
 """A backend whose library is not installed says how to install it."""
 
 import importlib
-import platform
 import sys
 
 import pytest
@@ -19,14 +18,6 @@ def test_a_directory_that_shares_the_name_of_a_library_does_not_install_it(monke
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     importlib.invalidate_caches()
     assert (is_installed("mlx"), is_installed("pytorch"), is_installed("other")) == (False, True, False)
-
-
-@pytest.mark.skipif(
-    (sys.platform, platform.machine()) != ("linux", "x86_64"),
-    reason="only there mlx is installed for tests",
-)
-def test_the_tests_of_mlx_are_not_skipped_where_it_belongs_to_the_environment():
-    assert is_installed("mlx")
 
 
 def test_without_mlx_the_error_names_the_extra(monkeypatch):

@@ -15,6 +15,7 @@ from trm.batch import IGNORE_LABEL
 from trm.plan import Execution
 
 mx = pytest.importorskip("mlx.core")
+pytestmark = pytest.mark.mlx
 
 from trm.backends.mlx import decoder as module  # noqa: E402 - after the check that MLX is installed
 from trm.backends.mlx.device import to_array, to_mlx  # noqa: E402

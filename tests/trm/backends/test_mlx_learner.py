@@ -21,6 +21,7 @@ from trm.config import InferenceConfig, RunConfig
 from trm.inference.search import Search
 
 mx = pytest.importorskip("mlx.core")
+pytestmark = pytest.mark.mlx
 
 TESTS = Path(__file__).parents[2]
 MANY = [

@@ -10,6 +10,7 @@ from trm.plan import Execution
 from trm.tasks.base import DataSpec, GridLayout
 
 mx = pytest.importorskip("mlx.core")
+pytestmark = pytest.mark.mlx
 
 NINE = DataSpec(81, 11, 11)
 SIX = DataSpec(36, 8, 8, layout=GridLayout(6, 6, box=(2, 3)))

@@ -21,6 +21,7 @@ from trm.plan import Execution
 from trm.training.machines import LOST_PEER_CODES
 
 pytest.importorskip("mlx.core")
+pytestmark = pytest.mark.mlx
 
 NUM_STEPS = 20
 PEER_TIMEOUT_SECONDS = 4.0

@@ -12,7 +12,7 @@ from trm.tasks.documents.text import TASK as TEXT
 
 pytest.importorskip("mlx.core")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.mlx]
 DECODER = {
     "kind": "decoder", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
     "intermediate_size": 64,

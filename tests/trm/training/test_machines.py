@@ -233,6 +233,7 @@ def test_a_guest_takes_the_recipe_of_the_host_and_the_plan_of_its_own_machine(da
     check_facts(facts, config, digests)
 
 
+@pytest.mark.mlx
 def test_a_guest_takes_the_backend_of_the_host_and_another_is_refused(dataset):
     pytest.importorskip("mlx.core")  # whose version is among the facts
     facts, digests = facts_and_digests(run_config(dataset, plan__backend="mlx"))
@@ -242,6 +243,7 @@ def test_a_guest_takes_the_backend_of_the_host_and_another_is_refused(dataset):
         check_facts(facts, other, digests)
 
 
+@pytest.mark.mlx
 def test_a_guest_with_another_backend_is_refused_before_it_builds_a_dataset(dataset):
     pytest.importorskip("mlx.core")
     facts, _ = facts_and_digests(run_config(dataset, plan__backend="mlx"))

@@ -19,6 +19,8 @@ from trm.tasks.grids.sudoku import TASK
 from trm.training.loop import Limits
 from trm.training.start import train
 
+pytestmark = pytest.mark.mlx
+
 RECIPE = """
 task: sudoku
 data: {path: set, build: {size: 4, difficulty: easy, train: 60, test: 12}}
