@@ -296,7 +296,8 @@ def test_gradients_written_by_hand_equal_numerical_ones(dim):
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     x = some(width, n) if dim == 0 else some(n, width)
-    # It writes over what it kept, so its backward pass runs once; `checkpoint` repeats the forward pass for each.
+    # It writes over what it kept, so its backward pass runs once; `checkpoint` repeats the forward pass for
+    # each.
     gated = partial(checkpoint, partial(swiglu, dim=dim), use_reentrant=False)
     assert torch.autograd.gradcheck(gated, (x, some(2 * inner, width), some(width, inner)))
     assert torch.autograd.gradcheck(

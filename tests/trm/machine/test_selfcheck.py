@@ -11,10 +11,10 @@ import time
 import uuid
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from psutil._common import sbattery
 from tiny import TRM, Recorder
 
 from macbook_optimization import macos_readers as macos
@@ -165,7 +165,12 @@ def test_the_battery_is_read_in_two_ways(name):
 
 @pytest.mark.skipif(on_macos(), reason="a Mac has a tool that reports the battery")
 def test_a_battery_that_no_tool_reports_is_not_compared(monkeypatch):
-    monkeypatch.setattr(psutil, "sensors_battery", lambda: sbattery(50.0, 3600, False), raising=False)
+    monkeypatch.setattr(
+        psutil,
+        "sensors_battery",
+        lambda: SimpleNamespace(percent=50.0, secsleft=3600, power_plugged=False),
+        raising=False,
+    )
     (result,) = results_of(Check("battery", hardware_checks.check_battery))
     assert result.finding.status == "skipped"
     assert result.finding.reason == "no tool of the system reports this"

@@ -89,7 +89,7 @@ def test_every_row_of_the_metrics_is_an_average_of_steps_or_an_evaluation(eventf
     assert {row["kind"] for row in rows} == {"train", "eval"}
     train_fields = {field.name for field in fields(TrainRow)}
     # Of what this recipe does not use.
-    absent = {"by_cycles", "curriculum_stage", "max_length", "phase", "waited_for"}
+    absent = {"by_cycles", "curriculum_stage", "device_bytes", "max_length", "phase", "waited_for"}
     of_groups = {"tasks_evaluated", "tasks_total"}  # Sudoku puzzles are groups of one
     eval_fields = {field.name for field in fields(EvalRow)} - {"metrics", "tables"} - of_groups
     for row in rows:
