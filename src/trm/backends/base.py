@@ -29,7 +29,7 @@ from trm.plan import Execution
 from trm.tasks.base import DataSpec
 
 EXCHANGE = "exchange"  # what a step spends on the message between ranks, and on waiting for slower ones
-Weights: TypeAlias = dict[str, Any]  # name -> tensor of the backend
+Weights: TypeAlias = dict[str, Any]  # name -> tensor of the backend; predictors take NumPy arrays as well
 TensorGroups: TypeAlias = dict[str, Weights]  # file name of a checkpoint -> its tensors
 
 

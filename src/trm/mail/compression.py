@@ -5,10 +5,11 @@ Both change what the network answers; `trm email eval` on the exported model sho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from trm.arrays import Float32Array
-from trm.backends.base import Weights
 
 SCALE = ".scale"  # ends the name of the factors that belong to a quantized matrix
 _LARGEST = 127
@@ -39,8 +40,8 @@ def quantized(weights: dict[str, Float32Array]) -> dict[str, np.ndarray]:
     return found
 
 
-def restored(tensors: Weights) -> Weights:
-    """Return quantized tensors, of NumPy or torch, as they are used; others stay as they are."""
+def restored(tensors: Mapping[str, np.ndarray]) -> dict[str, Float32Array]:
+    """Return quantized matrices as they are used; other tensors stay as they are."""
     return {
         name: tensor * tensors[name + SCALE] if name + SCALE in tensors else tensor
         for name, tensor in tensors.items()

@@ -15,9 +15,8 @@ from macbook_optimization.durable_files import new_directory, replace_file, sync
 from macbook_optimization.errors import LaptopError
 from macbook_optimization.output_files import check_new_directory
 from macbook_optimization.units import MIB
-from trm.arrays import Float32Array
 from trm.mail.card import model_card
-from trm.mail.compression import pruned, quantized, restored
+from trm.mail.compression import pruned, quantized
 from trm.mail.model import MailModel, save_model
 from trm.mail.network import Network, weights_file
 from trm.mail.onnx_graph import onnx_model, run_onnx
@@ -113,15 +112,9 @@ def _compressed(model: MailModel, options: ExportOptions) -> Network | None:
         return network
     files = dict(network.files)
     for member in range(network.num_members):
-        weights = pruned(_arrays(network, member), options.prune)
+        weights = pruned(network.weights(member), options.prune)
         files[weights_file(member)] = save(quantized(weights) if options.int8 else weights)
     return Network(network.recipe, network.spec, files)
-
-
-def _arrays(network: Network, member: int) -> dict[str, Float32Array]:
-    from safetensors.numpy import load
-
-    return restored(load(network.files[weights_file(member)]))
 
 
 def _write_onnx(model: MailModel, directory: Path) -> float:
@@ -134,7 +127,7 @@ def _write_onnx(model: MailModel, directory: Path) -> float:
         )
     differences = []
     for member in range(network.num_members):
-        content = onnx_model(network.config, network.data, _arrays(network, member))
+        content = onnx_model(network.config, network.data, network.weights(member))
         differences.append(_difference(network, member, content))
         replace_file(directory / Path(weights_file(member)).with_suffix(".onnx"), content)
     return max(differences)

@@ -14,8 +14,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from macbook_optimization.json_types import JsonObject
-from trm.arrays import FloatArray, IntArray
-from trm.backends.base import Program, Weights
+from trm.arrays import Float32Array, FloatArray, IntArray
+from trm.backends.base import Program
 from trm.config import RunConfig
 from trm.inference.predict import execution_of, search_with
 from trm.inference.search import Search
@@ -76,12 +76,13 @@ class Network:
         program = Program.of(self.config, self.data)
         how = execution_of(self.config)
         return [
-            search_with(program, self.config.inference, how, partial(self._weights, member))
+            search_with(program, self.config.inference, how, partial(self.weights, member))
             for member in range(self.num_members)
         ]
 
-    def _weights(self, member: int) -> Weights:
-        from safetensors.torch import load
+    def weights(self, member: int) -> dict[str, Float32Array]:
+        """Return the weights of one network, as its predictor takes them."""
+        from safetensors.numpy import load
 
         return restored(load(self.files[weights_file(member)]))
 

@@ -156,7 +156,7 @@ def _write_dataset(
 
 def load_network(runs: Sequence[Path]) -> Network:
     """Take the newest checkpoints: the best ones were chosen on the messages that the paths are mixed on."""
-    from safetensors.torch import save
+    from safetensors.numpy import save
 
     files = {}
     for member, run in enumerate(runs):
@@ -164,7 +164,7 @@ def load_network(runs: Sequence[Path]) -> Network:
         if checkpoint is None:
             raise RunError(f"{run} has no checkpoint", hint="Start the same command again.")
         ema = Run(run).config.training.ema
-        files[weights_file(member)] = save(checkpoint.load("ema" if ema else "weights"))
+        files[weights_file(member)] = save(checkpoint.load("ema" if ema else "weights", "numpy"))
         spec = check_compatible(checkpoint, Run(run).config).spec.model_dump(mode="json")
     files[TOKENIZER_FILE] = (runs[0] / DATASET / TOKENIZER_FILE).read_bytes()
     return Network(Run(runs[0]).config.model_dump(mode="json"), spec, files)

@@ -15,6 +15,7 @@ from tiny import TRM
 from trm.mail.deciding import open_classifier
 from trm.mail.explain import explain
 from trm.mail.model import BASELINE, LINEAR, RECURSIVE, TOGETHER, load_model
+from trm.mail.network import WEIGHTS_FILE
 from trm.mail.reading import features_of
 from trm.runs.directory import EVENTS, MAIL, METRICS, Run
 from trm.tasks.documents.mail import parse_mail
@@ -41,6 +42,17 @@ def test_a_saved_network_gives_the_same_probabilities_in_any_order_and_batch(unt
     assert len(np.unique(found.round(6), axis=0)) > 30  # it does not say the same about all messages
     some = network.log_probabilities([mails[i] for i in (77, 3, 40)])
     np.testing.assert_allclose(some, found[[77, 3, 40]], atol=1e-5)
+
+
+def test_weights_are_read_to_the_last_bit_without_the_backend(untrained):
+    from safetensors.torch import load
+
+    network = load_model(untrained / MAIL).network
+    expected = load(network.files[WEIGHTS_FILE])
+    found = network.weights(0)
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name].numpy(), strict=True)
 
 
 def test_a_worker_keeps_what_the_network_needs(untrained):

@@ -7,6 +7,7 @@ context is full, its later half is encoded again, and the text continues from th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,9 +91,7 @@ class TorchLanguageModel:
             return to_array(self.model.token_logits(hidden[0, -1]).float())
 
 
-def language_model(
-    program: Program, execution: Execution, weights: Mapping[str, Tensor]
-) -> TorchLanguageModel:
+def language_model(program: Program, execution: Execution, weights: Mapping[str, Any]) -> TorchLanguageModel:
     model = new_model(program, precision=execution.precision)
     assert isinstance(model, Decoder)
     load_weights(model, weights)

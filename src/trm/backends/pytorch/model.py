@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trm.backends.failures import check_shapes
 from trm.backends.formulas import IMPOSSIBLE_LOGIT, INITIAL_HALT_BIAS
 from trm.backends.pytorch.compile import compile_block
+from trm.backends.pytorch.device import to_tensor
 from trm.backends.pytorch.layers import Angles, Block, Generator, Projection, linear, truncated_normal
 from trm.backends.pytorch.losses import SlotLosses, slot_losses
 from trm.backends.pytorch.plain import widened
@@ -259,6 +260,10 @@ class TinyRecursiveModel(nn.Module):
         return widened(F.linear(y_LBD[0], weight, bias))
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copy weights, which may be NumPy arrays, into a model on the CPU."""
     check_shapes(model.state_dict(), weights, "The weights do")
-    model.load_state_dict(weights)
+    cpu = torch.device("cpu")
+    model.load_state_dict(
+        {name: each if isinstance(each, Tensor) else to_tensor(each, cpu) for name, each in weights.items()}
+    )

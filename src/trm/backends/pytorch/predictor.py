@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ class TorchPredictor:
         return torch.cat([self.model.token_logits(part).argmax(-1) for part in parts])
 
 
-def predictor(program: Program, execution: Execution, weights: Mapping[str, Tensor]) -> TorchPredictor:
+def predictor(program: Program, execution: Execution, weights: Mapping[str, Any]) -> TorchPredictor:
     model = new_model(program, precision=execution.precision)
     assert isinstance(model, TinyRecursiveModel)
     load_weights(model, weights)
