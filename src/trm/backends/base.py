@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from macbook_optimization.memory_management import MemoryModel
 from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray
 from trm.backends.world import Address, GuestMeeting, HostMeeting, World
 from trm.backends.world import SingleProcess as SingleProcess
-from trm.batch import Batch
+from trm.batch import Batch, exact_rows
 from trm.config import AnyModelConfig, RunConfig, TrainingConfig, did_you_mean
 from trm.plan import Execution
 from trm.tasks.base import DataSpec
@@ -62,6 +62,9 @@ class StepSettings:
     puzzle_emb_lr: float
     label_smoothing: float | None = None  # None: the recipe's
 
+    def smoothing(self, training: TrainingConfig) -> float:
+        return training.label_smoothing if self.label_smoothing is None else self.label_smoothing
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -72,6 +75,16 @@ class StepResult:
     num_exact: int  # slots of all ranks that were answered exactly
     halt_margins: Float32Array  # (N,) positive where the slot wants to halt
     seconds: Mapping[str, float] = field(default_factory=dict)  # of forward, backward, optimizer, exchange
+
+    @classmethod
+    def of(
+        cls, loss: float, grad_norm: float, per_slot: Sequence[NDArray[Any]], seconds: Mapping[str, float]
+    ) -> StepResult:
+        """Return the result of a step. `per_slot`: right tokens, labelled tokens and halting margins."""
+        correct, labelled, halt_margins = per_slot
+        exact = exact_rows(correct, labelled)
+        token_accuracy = float(correct.sum()) / max(1.0, float(labelled.sum()))
+        return cls(loss, grad_norm, token_accuracy, exact, int(exact.sum()), halt_margins, seconds)
 
 
 @dataclass(frozen=True, slots=True)

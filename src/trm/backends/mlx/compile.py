@@ -14,6 +14,7 @@ import mlx.core as mx
 from macbook_optimization.errors import CompilationError
 from trm.backends.base import Program
 from trm.backends.mlx.decoder import Decoder
+from trm.backends.mlx.device import start_computing
 from trm.backends.mlx.layers import Weights
 from trm.backends.mlx.model import TinyRecursiveModel
 from trm.backends.mlx.models import new_network
@@ -36,6 +37,16 @@ def functions_of(network: TinyRecursiveModel | Decoder, program: Program) -> Fun
         return network.cycle(weights, taken, latents)
 
     return cycle, mx.value_and_grad(losses)
+
+
+def recursed(cycle: Cycle, weights: Weights, taken: MicroBatch, num_cycles: int) -> MicroBatch:
+    """Return the micro-batch with its latents after this many recursions without gradient."""
+    for _ in range(num_cycles):
+        assert taken.latents is not None
+        latents = cycle(weights, taken, taken.latents)
+        start_computing(latents)
+        taken = taken._replace(latents=latents)
+    return taken
 
 
 class Compilations:

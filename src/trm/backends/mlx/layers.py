@@ -15,7 +15,9 @@ from operator import add
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
+from trm.arrays import IntArray
 from trm.backends.draws import Draws
 from trm.backends.mlx.windows import windowed_attention
 from trm.config import ModelConfig
@@ -34,6 +36,13 @@ def linear(x: mx.array, weight: mx.array) -> mx.array:
 def widened(x: mx.array) -> mx.array:
     """Return float32, for sums and logarithms."""
     return x.astype(mx.float32)
+
+
+def with_rows(table: mx.array, rows: IntArray, values: mx.array) -> mx.array:
+    """Return a copy of a table with other values in some of its rows."""
+    changed = mx.array(table)
+    changed[mx.array(rows.astype(np.int32))] = values.astype(table.dtype)
+    return changed
 
 
 def draw_projection(num_in: int, num_out: int, draws: Draws) -> mx.array:

@@ -22,11 +22,11 @@ from trm.arrays import Float32Array, IntArray
 from trm.backends.base import Program, StepResult, StepSettings
 from trm.backends.draws import Draws
 from trm.backends.failures import allocations, creating_a_learner, require_finite
-from trm.backends.mlx.compile import Compilations, Functions, functions_of
+from trm.backends.mlx.compile import Compilations, Functions, functions_of, recursed
 from trm.backends.mlx.decoder import Decoder
-from trm.backends.mlx.device import prepare, start_computing, to_array
+from trm.backends.mlx.device import prepare, to_array
 from trm.backends.mlx.language_model import MlxLanguageModel
-from trm.backends.mlx.layers import Weights
+from trm.backends.mlx.layers import Weights, with_rows
 from trm.backends.mlx.learner_state import Groups, copied_from_writer, digest, loaded_state, whole_state
 from trm.backends.mlx.losses import SlotLosses
 from trm.backends.mlx.message import StepMessage, StepTotals
@@ -38,7 +38,7 @@ from trm.backends.mlx.step_arrays import MicroBatch, StepArrays
 from trm.backends.sizes import RECOMPUTE_EVERY
 from trm.backends.step_times import StepTimes
 from trm.backends.world import World, owned_slots
-from trm.batch import Batch, exact_rows
+from trm.batch import Batch
 from trm.plan import Execution
 
 
@@ -55,6 +55,7 @@ class MlxLearner:
         self.network.recompute_every = RECOMPUTE_EVERY[execution.gradient_checkpointing]
         self.recursion = self.network if isinstance(self.network, TinyRecursiveModel) else None
         self.weights: dict[str, mx.array] = self.network.draw(Draws(program.seed))
+        self.has_puzzle_rows = PUZZLE_ROWS in self.weights
         self.optimizer = OPTIMIZERS[self.training.optimizer](self.training, self.network.undecayed)
         self.moments = self.optimizer.all_moments(self.parameters)
         self.averages: dict[str, mx.array] | None = None
@@ -76,10 +77,6 @@ class MlxLearner:
         """The weights that the optimizer changes."""
         buffers = self.network.buffers
         return {name: each for name, each in self.weights.items() if name not in buffers}
-
-    @property
-    def has_puzzle_rows(self) -> bool:
-        return PUZZLE_ROWS in self.weights
 
     def reconfigure(self, execution: Execution) -> None:
         if (execution.backend, execution.device) != (self.execution.backend, self.execution.device):
@@ -116,16 +113,7 @@ class MlxLearner:
         loss = totals.loss / self.program.num_slots
         with allocations(torn=self.message is not None):  # other ranks may have updated theirs
             grad_norm = self._update(loss, arrays, settings, dict(gradients))
-        exact = exact_rows(totals.correct, totals.labelled)
-        return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            token_accuracy=float(totals.correct.sum()) / max(1.0, float(totals.labelled.sum())),
-            exact=exact,
-            num_exact=int(exact.sum()),
-            halt_margins=totals.halt_margins,
-            seconds=times.shares(),
-        )
+        return StepResult.of(loss, grad_norm, totals[1:], times.shares())
 
     def _compute(
         self, arrays: StepArrays, settings: StepSettings, next_size: Callable[[int], int], times: StepTimes
@@ -159,15 +147,9 @@ class MlxLearner:
         if self.compiled is not None and _has_shape(taken, self.execution.compiled_size):
             cycle, gradients_of = self.compiled
             taken = taken._replace(noise_seeds=None)  # what is not an array would be compiled anew
-        for _ in range(settings.cycles - 1 if self.recursion is not None else 0):
-            assert taken.latents is not None
-            latents = cycle(learned, taken, taken.latents)
-            start_computing(latents)
-            taken = taken._replace(latents=latents)
-        smoothing = settings.label_smoothing
-        if smoothing is None:
-            smoothing = self.training.label_smoothing
-        (_, losses, new_latents), gradients = gradients_of(learned, taken, smoothing)
+        if self.recursion is not None:
+            taken = recursed(cycle, learned, taken, settings.cycles - 1)
+        (_, losses, new_latents), gradients = gradients_of(learned, taken, settings.smoothing(self.training))
         if arrays.row_ids is not None:
             gradients[PUZZLE_ROWS] = gradients[PUZZLE_ROWS][: len(arrays.row_ids)]
         mx.eval(losses, new_latents)
@@ -201,11 +183,11 @@ class MlxLearner:
             parameters = {name: weights[name] for name in gradients}
             averages = averaged(averages, parameters, self.training.ema_rate)
         if rows_gradient is not None and arrays.row_ids is not None:
-            ids = mx.array(arrays.row_ids.astype(np.int32))
-            table = mx.array(self.weights[PUZZLE_ROWS])
+            table = self.weights[PUZZLE_ROWS]
+            rows = table[mx.array(arrays.row_ids.astype(np.int32))]
             decay = self.training.puzzle_emb_weight_decay
-            table[ids] = sign_descent(table[ids], rows_gradient, settings.puzzle_emb_lr, decay)
-            weights[PUZZLE_ROWS] = table
+            updated = sign_descent(rows, rows_gradient, settings.puzzle_emb_lr, decay)
+            weights[PUZZLE_ROWS] = with_rows(table, arrays.row_ids, updated)
         latents = arrays.new_latents()
         mx.eval(weights, moments, averages, latents)
         self.weights, self.moments, self.averages, self.latents = weights, moments, averages, latents
@@ -226,12 +208,9 @@ class MlxLearner:
     def set_embeddings(self, tokens: IntArray, vectors: Float32Array) -> None:
         assert self.recursion is not None  # whose recipes may set them
         name = self.recursion.token_table
-        rows = mx.array(tokens.astype(np.int32))
         for group in (self.weights, self.averages):
             if group is not None:
-                table = mx.array(group[name])
-                table[rows] = mx.array(vectors).astype(table.dtype)
-                group[name] = table
+                group[name] = with_rows(group[name], tokens, mx.array(vectors))
         mx.eval(self.weights, self.averages)
 
     def state(self) -> Groups:

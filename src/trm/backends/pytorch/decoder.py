@@ -242,7 +242,7 @@ class Decoder(nn.Module):
         if self.config.dropout and taken.noise_seeds is not None:
             dropout = Dropout(self.config.dropout, taken.noise_seeds)
         hidden = self(taken.inputs, dropout)
-        smoothing = training.label_smoothing if settings.label_smoothing is None else settings.label_smoothing
+        smoothing = settings.smoothing(training)
         at_a_time = max(1, LOGITS_AT_A_TIME // self.data.num_outputs)
         losses = decoder_losses(self.token_logits, hidden, taken.labels, training.loss, smoothing, at_a_time)
         return losses, None

@@ -38,7 +38,7 @@ from trm.backends.pytorch.workers import ThreadWorkers
 from trm.backends.sizes import RECOMPUTE_EVERY
 from trm.backends.step_times import StepTimes
 from trm.backends.world import World, owned_slots
-from trm.batch import Batch, exact_rows
+from trm.batch import Batch
 from trm.plan import Execution
 
 
@@ -116,7 +116,6 @@ class TorchLearner:
             if tensors.rows is not None:
                 tensors.rows.grad = message.rows.to(tensors.rows)
             times.waited = message.waited_seconds
-        exact = exact_rows(totals.correct, totals.labelled)
         loss = totals.loss / self.program.num_slots
         # Ranks have the same gradients and each its own number of threads; their weights must stay the same.
         alike = nullcontext() if message is None else one_thread()
@@ -125,15 +124,8 @@ class TorchLearner:
         self.latents, self.spare = self.spare, self.latents
         if message is not None:
             message.keep_remainder()
-        return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            token_accuracy=float(totals.correct.sum()) / max(1.0, float(totals.labelled.sum())),
-            exact=to_array(exact),
-            num_exact=int(exact.sum()),
-            halt_margins=to_array(totals.halt_margins.float()),
-            seconds=times.shares(),
-        )
+        numbers = (totals.correct, totals.labelled, totals.halt_margins.float())
+        return StepResult.of(loss, grad_norm, [to_array(each) for each in numbers], times.shares())
 
     def _compute(
         self, tensors: StepTensors, settings: StepSettings, next_size: Callable[[int], int], times: StepTimes
