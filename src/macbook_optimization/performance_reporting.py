@@ -21,7 +21,7 @@ from typing import Any, TypedDict, cast
 
 import psutil
 
-from macbook_optimization.dataset_files import MAX_JSON_BYTES, cannot_read
+from macbook_optimization.dataset_files import BUILD_FILE, MAX_JSON_BYTES, cannot_read
 from macbook_optimization.errors import ConfigError, DataError, LaptopError
 from macbook_optimization.input_files import read_json
 from macbook_optimization.json_types import JsonMapping, JsonObject
@@ -153,11 +153,13 @@ def _recipe(model_config: JsonMapping, dataset: Path) -> str:
 
 
 def _task_of(dataset: Path) -> str:
-    path = dataset / "build.json"
+    from trm.tasks.registry import REFERENCE_TASK
+
+    path = dataset / BUILD_FILE
     if not path.is_file():  # built by the reference implementation, whose layout does not name the task
-        return "sudoku"
+        return REFERENCE_TASK
     try:
-        return str(read_json(path, MAX_JSON_BYTES).get("task", "sudoku"))
+        return str(read_json(path, MAX_JSON_BYTES).get("task", REFERENCE_TASK))
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, AttributeError) as error:

@@ -21,14 +21,13 @@ from trm.config import RunConfig
 from trm.reports.differences import Difference, differences, machine_facts, plan_facts
 from trm.reports.history import History, read_history
 from trm.runs.directory import Run
-from trm.runs.metric import primary_metric
+from trm.runs.metric import USUAL_METRICS, primary_metric
 from trm.runs.rows import EvalRow, number
 from trm.tasks.metrics import LOSS as TEST_LOSS
 from trm.tasks.metrics import gain, goodness, smaller_is_better
 
 LOSS = "loss"
 NUM_ROWS = 8  # of the table
-_USUAL_METRICS = ("exact_accuracy", "accuracy", TEST_LOSS)  # of runs that have no best checkpoint
 _LOSS_WINDOW = 0.1  # the loss at a step is the mean over this share of the steps before it
 _SAME_TIME = 1.01  # times this, two times count as equal: clocks of two runs never agree exactly
 _CLEAR = 2.0  # standard errors, beyond which two accuracies differ
@@ -195,7 +194,7 @@ def _choose_metric(
     if a.task != b.task:
         return None, [f"The tasks differ ({a.task} and {b.task}), so neither metrics nor losses compare."]
     best = (primary_metric(run.checkpoints().best() or {}) for run in runs)
-    candidates = [*(each[0] for each in best if each is not None), *_USUAL_METRICS]
+    candidates = [*(each[0] for each in best if each is not None), *USUAL_METRICS, TEST_LOSS]
     for name in candidates:
         if a.evaluations.get(name) and b.evaluations.get(name):
             return name, _notes_on_evaluations(a, b, configs)

@@ -22,14 +22,7 @@ from trm.config import RunConfig
 from trm.plan import Plan
 from trm.reports.confusion import Confusion, confusion_of
 from trm.reports.curves import Chart, make_charts
-from trm.reports.description import (
-    Choice,
-    Fact,
-    machine_facts,
-    plan_choices,
-    read_object,
-    recipe_facts,
-)
+from trm.reports.description import Choice, Fact, machine_facts, plan_choices, read_object, recipe_facts
 from trm.reports.diagnosis import diagnose
 from trm.reports.event_groups import MarkGroup, group_of
 from trm.reports.event_text import describe_event
@@ -42,7 +35,7 @@ from trm.reports.targets import ResourceSummary, scales_of, summarise_resources
 from trm.reports.wording import duration, significant
 from trm.runs.directory import EVENTS, MAIL, METRICS, RESOURCES, Run
 from trm.runs.events import Advised
-from trm.runs.metric import metric_label, primary_metric
+from trm.runs.metric import USUAL_METRICS, metric_label, primary_metric
 from trm.runs.reading import Follower
 from trm.runs.rows import Row, number
 from trm.runs.state import state_of
@@ -50,7 +43,6 @@ from trm.tasks.metrics import goodness, shown_value, smaller_is_better
 
 MAX_EVENTS_SHOWN = 200
 REPEATED = "repeated after a crash"
-_DEFAULT_METRIC = "exact_accuracy"
 _FILES = ("recipe.yaml", METRICS, EVENTS, "plan.json", "checkpoints", MAIL)
 _NOT_METRICS = (
     "kind", "time", "step", "seconds", "examples", "mean_steps", "evaluation_seconds", "tasks_evaluated",
@@ -214,8 +206,8 @@ def _recipe_text(run: Run) -> str:
 def _likely_metric(history: History) -> str:
     """Return the primary metric of a run without a best checkpoint: the first that its evaluations have."""
     names = history.evaluations[-1] if history.evaluations else {}
-    known = (name for name in (_DEFAULT_METRIC, "accuracy", *names) if name in _metrics_of(names))
-    return next(known, _DEFAULT_METRIC)
+    known = (name for name in (*USUAL_METRICS, *names) if name in _metrics_of(names))
+    return next(known, USUAL_METRICS[0])
 
 
 def _metrics_of(row: Row) -> dict[str, float]:

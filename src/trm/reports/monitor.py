@@ -23,6 +23,8 @@ from trm.reports.sampling import SampleFile, Sampler
 from trm.reports.view import RunView
 from trm.runs.directory import Run
 from trm.runs.events import Advised
+from trm.runs.metric import stored_metric
+from trm.tasks.metrics import EXACT
 from trm.tasks.registry import TASK_NAMES, load_task
 from trm.training.loop import Limits, Outcome
 from trm.training.preparation import Job
@@ -154,10 +156,8 @@ def view_of(run: Run, config: RunConfig) -> RunView:
 
 def _primary_metric(run: Run, config: RunConfig) -> str:
     """Return the metric by which checkpoints are compared. A user's own task is not imported to find out."""
-    best = run.checkpoints().best() or {}
-    if isinstance(name := best.get("primary_metric"), str):
-        return name
-    return load_task(config.task).primary_metric if config.task in TASK_NAMES else "exact_accuracy"
+    stored = stored_metric(run.checkpoints().best() or {})
+    return stored or (load_task(config.task).primary_metric if config.task in TASK_NAMES else EXACT)
 
 
 def _num_examples(config: RunConfig) -> int | None:
