@@ -87,17 +87,15 @@ def predict(
         write_text(model, model.task, puzzle or "", dataset, sampling, as_json)
         return
     refuse_options(sampling, "is for models that write text")
-    _solve(model, _batches(model, puzzle, example, dataset), as_json, **options)
+    output = _Output(model, as_json, **{name: options.pop(name) for name in ("steps", "png", "gif")})
+    _solve(model, _batches(model, puzzle, example, dataset), output, **options)
 
 
 def _solve(
     model: TrainedModel,
     entries: Iterator[list[Entry]],
-    as_json: bool,
+    output: _Output,
     *,
-    steps: bool,
-    png: OutputFile | None,
-    gif: OutputFile | None,
     depth: int | None,
     **options: Any,
 ) -> None:
@@ -106,7 +104,6 @@ def _solve(
 
     recipe = model.config.inference
     settings = inference_settings(recipe, options, until_converged(recipe, depth))
-    output = _Output(model, png, gif, steps, as_json)
     num_bad = 0
     num_questions = 0
     search = None
@@ -114,7 +111,7 @@ def _solve(
         questions = [question for _, question in batch if not isinstance(question, DataError)]
         num_questions += len(questions)
         num_bad += len(batch) - len(questions)
-        if (png or gif) and num_questions > 1:
+        if output.is_drawn and num_questions > 1:
             raise click.UsageError("--png and --gif draw one puzzle; several were given.")
         if questions and search is None:  # as late as possible: this takes seconds
             execution = model.execution
@@ -170,20 +167,24 @@ class _Output:
     """Shows answers and bad lines in the order of the input."""
 
     def __init__(
-        self, model: TrainedModel, png: OutputFile | None, gif: OutputFile | None, steps: bool, as_json: bool
+        self, model: TrainedModel, as_json: bool, steps: bool, png: OutputFile | None, gif: OutputFile | None
     ) -> None:
         self.model = model
+        self.as_json = as_json
+        self.steps = steps
         self.png = png
         self.gif = gif
-        self.steps = steps
-        self.as_json = as_json
         self.color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.width = shutil.get_terminal_size().columns
+
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self.png or self.gif)
 
     def show(self, line: int | None, question: Question, prediction: Prediction) -> None:
         from trm.inference.predict import answer_of, describe, interactive
 
-        if self.png or self.gif:
+        if self.is_drawn:
             _draw(self.model, question, prediction.answers, self.png, self.gif)
         task = interactive(self.model)
         text = describe(task, prediction, steps=self.steps, color=self.color, width=self.width)
