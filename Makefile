@@ -36,7 +36,7 @@ demo-mail: install
 	$(BIN)/trm email classify runs/sample-mail data/sample-mail/travel/001.eml data/sample-mail/spam/002.eml
 	$(BIN)/trm email explain runs/sample-mail data/sample-mail/spam/002.eml
 	printf 'Subject: Hello\n\nSee you on Monday. Best regards\n' | $(BIN)/trm email classify runs/sample-mail -
-	@echo 'A question mark stands beside an answer that is unsure; - is standard input.'
+	@echo 'An answer with a question mark is unsure; - is standard input.'
 
 # Slow tests share the cores, four at a time because they often wait; those that measure time or fill memory
 # have the machine for themselves.

@@ -37,6 +37,11 @@ SHELL = ("bash", "sh", "shell")
 # Commands that set up the environment of these tests, or run these tests.
 NOT_RUN = ("make test", "make install", "make check", "make docs", "git clone", "cd ", "source ", "pip ")
 PLACEHOLDER = re.compile(r"(^|[\s=:/])[A-Z][A-Z_]+([\s:/]|$)")
+# What each command of `make demo` and of `make demo-mail` must print.
+DEMOS = {
+    "demo": ("Reached the target", "step 1"),
+    "demo-mail": ("420 messages", "together", "travel  ", "rather than", "%? -"),
+}
 LIMITS = ("--max-steps", "--max-minutes", "--more-steps")
 
 
@@ -152,12 +157,13 @@ class Reader:
 
     def demo(self, command: str) -> None:
         """Run what `make demo` would run, in the environment of the tests."""
-        recipe = subprocess.check_output(["make", "-n", *command.split()[1:]], cwd=ROOT, text=True)
-        commands = [line.lstrip("@") for line in recipe.splitlines() if "/trm " in line]
-        assert len(commands) == 2
-        trained, shown = (self.trm(shlex.split(line)[1:]) for line in commands)
-        assert "Reached the target" in trained
-        assert "step 1" in shown
+        words = ["make", "-n", f"BIN={TRM.parent}", *command.split()[1:]]
+        recipe = subprocess.check_output(words, cwd=ROOT, text=True)
+        lines = [line.lstrip("@") for line in recipe.splitlines() if f"{TRM} " in line]
+        for line, expected in zip(lines, DEMOS[command.split()[1]], strict=True):
+            is_alone = line.startswith(f"{TRM} ")
+            text = self.trm(shlex.split(line)[1:]) if is_alone else self.execute(["sh", "-c", line])
+            assert expected in text, text
 
     def trm(self, words: list[str]) -> str:
         self.provide_puzzles(words)
@@ -243,7 +249,7 @@ def test_the_documents_show_every_important_command():
     shown = {command for command in found if not PLACEHOLDER.search(command)}
     for important in (
         "make demo", "make test", "trm train", "trm eval", "trm predict", "trm runs", "trm doctor",
-        "trm tune", "trm runs --compare",
+        "make demo-mail", "trm tune", "trm runs --compare",
         "trm data build sudoku", "trm data build maze", "trm data info", "trm checkpoint verify",
         "trm checkpoint import", "trm checkpoint export", "trm email train", "trm email classify",
         "trm email explain", "trm email learn", "trm email sort", "trm email serve", "trm email eval",
