@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """What is compared of a run. What it did not record is None or empty."""
+    """The facts of a run that are compared. What it did not record is None or empty."""
 
     path: str
     task: str
@@ -67,7 +67,7 @@ class RunCurves:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which run was better at one point of both."""
+    """A comparison of both runs at one point: which was better."""
 
     at: float  # a step, or seconds of training
     first: float

@@ -1,4 +1,4 @@
-"""Which categories a classifier confuses, from the table that its evaluations record."""
+"""The categories that a classifier confuses, from the table that its evaluations record."""
 
 from __future__ import annotations
 

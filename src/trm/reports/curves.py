@@ -1,4 +1,4 @@
-"""What the charts of a report show: series, limits, and the events of the run as marks.
+"""The charts of a report: series, limits, and the events of the run as marks.
 
 Learning is drawn against steps, the machine against the time during which the run was running: a run that was
 stopped for a night has no gap of a night.
@@ -77,7 +77,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the values of a run are compared with."""
+    """The scales with which the values of a run are compared."""
 
     primary_metric: str
     budget_bytes: float | None = None
@@ -321,7 +321,7 @@ def _smoothed(name: str, x: Sequence[float], y: Sequence[float]) -> list[Series]
 
 
 def _finite(values: Iterable[float]) -> bool:
-    """Whether all values can be drawn; far beyond any measurement, the arithmetic of axes overflows."""
+    """Return whether all values can be drawn; far beyond any measurement, axes overflow."""
     return all(abs(value) <= _LARGEST for value in values)
 
 

@@ -1,4 +1,4 @@
-"""What was trained, on which machine, and how: the recipe, `hardware.json` and `plan.json` in words.
+"""The recipe, the machine and the plan of a run in words, from its recipe, `hardware.json` and `plan.json`.
 
 Every file may be missing or damaged; what cannot be read is left out, and the report says why.
 """

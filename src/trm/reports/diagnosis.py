@@ -1,4 +1,4 @@
-"""What goes wrong in a run: for a report, and while it trains.
+"""Problems of a run: for a report, and while it trains.
 
 Each problem is a function of the evidence that returns a finding or None. Problems that explain each other
 are reported once: slow steps beside a busy program are contention, not throttling.
@@ -119,7 +119,7 @@ class Watchdog:
         return new
 
     def _is_known(self, kind: str) -> bool:
-        """Whether this kind was reported and its cause has not been gone for long."""
+        """Return whether this kind was reported and its cause has not been gone for long."""
         seen = self._last_seen.get(kind)
         return seen is not None and self.evidence.now - seen <= self.thresholds.gone_seconds
 

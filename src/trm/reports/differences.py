@@ -1,4 +1,4 @@
-"""What differs between two runs: the keys of their recipes, their plans and their machines."""
+"""Differences between two runs: the keys of their recipes, their plans and their machines."""
 
 from __future__ import annotations
 

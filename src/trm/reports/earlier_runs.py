@@ -1,4 +1,4 @@
-"""How long the same steps took in an earlier run of the same recipe on the same machine."""
+"""The time that the same steps took in an earlier run of the same recipe on the same machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where training ends beside its last step: at a limit of this start, or by early stopping."""
+"""The end of training before its last step: at a limit of this start, or by early stopping."""
 
 from __future__ import annotations
 

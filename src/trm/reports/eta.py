@@ -1,4 +1,4 @@
-"""How long a run will still take.
+"""The remaining time of a run.
 
 The schedule is known: the steps that are left, the recursions of each, the evaluations between them. What a
 recursion, the rest of a step and an evaluation take is measured, recent steps counting more, so that the

@@ -43,7 +43,7 @@ _DECIDES_THREADS = (*events.STARTS, events.PlanChosen.name, events.ThreadsChange
 
 @dataclass
 class Evidence:
-    """What is known of a run now. Rows before `since` (seconds since the epoch) are ignored."""
+    """The facts that are known of a run now. Rows before `since` (seconds since the epoch) are ignored."""
 
     config: RunConfig
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -150,12 +150,12 @@ class Evidence:
 
     @property
     def threads(self) -> int:
-        """How many cores training needs: those of its plan."""
+        """The number of cores that training needs: those of its plan."""
         return 1 if self.plan is None else self.plan.execution.threads
 
     @property
     def threads_in_use(self) -> int:
-        """How many threads compute now: fewer than in the plan while other programs occupy the cores."""
+        """The number of threads that compute now: fewer than planned while other programs use the cores."""
         given = number(self._threads_changed.get("after"))
         return int(given) if 1 <= given < self.threads else self.threads
 
@@ -202,7 +202,7 @@ class Evidence:
         return last_rows(rows, seconds, self.thresholds.min_rows)
 
     def load(self, seconds: float) -> Load | None:
-        """Return the load in the last seconds; None if it is not known for so long."""
+        """Return the load in the last seconds; None if it was recorded for less time."""
         if seconds not in self._loads:
             rows = self.recent_resources(seconds)
             self._loads[seconds] = None if rows is None else summarise(rows)

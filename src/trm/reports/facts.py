@@ -128,7 +128,7 @@ def read_history_leniently(run: Run, problems: list[str]) -> History:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What was read of a run's files."""
+    """The contents of a run's files."""
 
     run: Run
     config: RunConfig | None

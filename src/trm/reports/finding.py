@@ -1,4 +1,4 @@
-"""What a diagnosis returns."""
+"""The result of a diagnosis."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Curves:
 
 @dataclass
 class History:
-    """What is known of a run from its rows. Rows are added in the order of their files."""
+    """The facts of a run from its rows. Rows are added in the order of their files."""
 
     train: Curves = field(default_factory=lambda: Curves(TRAIN_COLUMNS))
     resources: Curves = field(default_factory=lambda: Curves(RESOURCE_COLUMNS))

@@ -131,7 +131,7 @@ def _described_problem(evidence: Evidence, found: LossStatistics) -> str | None:
 
 
 def _should_have_learned(evidence: Evidence) -> bool:
-    """Whether enough steps have passed since random weights and the warm-up."""
+    """Return whether enough steps have passed since random weights and the warm-up."""
     training = evidence.config.training
     is_new = training.initial_weights is None and not evidence.history.event_counts[Imported.name]
     return is_new and evidence.step > training.warmup_steps + evidence.thresholds.stuck_steps
@@ -197,7 +197,7 @@ def _loss_ratio(evidence: Evidence, since: Row) -> float | None:
 
 
 def _schedule_changed(evidence: Evidence, since: float) -> bool:
-    """Whether the recipe changed the task of the model after this step, so that losses cannot be compared."""
+    """Return whether the recipe changed the task of the model after this step: losses are not comparable."""
     training = evidence.config.training
     starts = (*training.depths, *training.hints, *training.phase_starts)
     return any(since < start < evidence.step for start in starts)

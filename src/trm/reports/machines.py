@@ -1,4 +1,4 @@
-"""Which machines trained a run together, and how long the others waited for each of them."""
+"""The machines that trained a run together, and how long the others waited for each of them."""
 
 from __future__ import annotations
 

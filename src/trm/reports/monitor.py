@@ -1,4 +1,4 @@
-"""What the process that waits for the trainer does meanwhile: samples, live view, diagnosis, report.
+"""The process that waits for the trainer: it samples, draws the live view, diagnoses and writes the report.
 
 It reads the run's files as any other process could, so nothing here can slow or break a training step.
 """

@@ -1,4 +1,4 @@
-"""Which other program uses the CPU most. Only processes that this user may see can be named."""
+"""The other program that uses the CPU most. Only processes that this user may see can be named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What ran between two snapshots."""
+    """The programs that ran between two snapshots."""
 
     busiest: Busy | None  # of the other programs
     own_cores: float  # of this command, its trainer and everything else that it started

@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def is_mostly_steps(self) -> bool:
-        """Whether the row's CPU time is that of training steps, not of an evaluation, a pause, or waiting for
+        """Return whether the row's CPU time is that of steps, not of an evaluation, a pause, or waiting for
         other machines."""
         is_steps = sum(self.spent.values()) < 1.2 * self.seconds
         return is_steps and self.spent.get(EXCHANGE, 0.0) < 0.2 * self.seconds
@@ -114,7 +114,7 @@ def summarise(rows: Sequence[Row]) -> Load | None:
 
 
 def _is_complete(row: Row) -> bool:
-    """Whether the trainer was running, and the file is not damaged here."""
+    """Return whether the trainer was running, and the file is not damaged here."""
     names = ("process_cpu_percent", "rss_bytes", "available_bytes", "total_bytes")
     cores = row.get("cpu_percent")
     has_cores = isinstance(cores, list) and all(number(core) >= 0 for core in cores) and bool(cores)

@@ -26,7 +26,7 @@ _MAX_STEP = 2.0**62
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was recorded at one time, by tag."""
+    """The values that were recorded at one time, by tag."""
 
     time: float  # seconds since the epoch
     step: int
@@ -134,7 +134,7 @@ class _Rows:
 
 
 class _StepTimes:
-    """Which step was recorded last before a time."""
+    """The steps of a run by the time when they were recorded."""
 
     def __init__(self, points: list[Point]) -> None:
         known = sorted((each.time, each.step) for each in points)

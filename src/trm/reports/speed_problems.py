@@ -97,7 +97,7 @@ def _drop_percent(rates: Sequence[float], baseline: float, slow_rows_share: floa
 
 
 def _is_on_battery(evidence: Evidence) -> bool:
-    """Whether the machine is on battery, where slower steps are its own choice."""
+    """Return whether the machine is on battery, where slower steps are its own choice."""
     load = evidence.load(evidence.thresholds.machine_seconds)
     return load is not None and load.on_battery
 

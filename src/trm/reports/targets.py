@@ -1,4 +1,4 @@
-"""What a run used of the machine, beside the targets of the performance guide for 8, 16 and 32 GB."""
+"""A run's use of the machine, beside the targets of the performance guide for 8, 16 and 32 GB."""
 
 from __future__ import annotations
 

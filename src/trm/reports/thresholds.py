@@ -1,4 +1,4 @@
-"""What counts as a problem. `docs/troubleshooting.md` explains each of them.
+"""Thresholds of problems. `docs/troubleshooting.md` explains each of them.
 
 Thresholds that `macbook_optimization` documents (90 % of memory, 70 % of the CPU, 80 % of the throughput) are
 not repeated here: the diagnoses call its functions.
