@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trm.mail.sockets import ask
+from trm.mail.sockets import request_answer
 from trm.tasks.documents.mailboxes import Message, read_messages
 
 TRM = Path(sys.executable).with_name("trm")
@@ -40,7 +40,7 @@ def seconds_of_answers(socket: Path, messages: list[Message]) -> list[float]:
     times = []
     for message in messages:
         started = time.perf_counter()
-        ask(socket, message.raw, message.key)
+        request_answer(socket, message.raw, message.key)
         times.append(time.perf_counter() - started)
     return times
 

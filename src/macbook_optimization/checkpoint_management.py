@@ -269,7 +269,7 @@ def checked_best(content: Any) -> JsonObject | None:
 
 
 def _is_finite_json(value: object) -> bool:
-    """Whether this is JSON in the strict sense: Python's parser also accepts NaN and Infinity."""
+    """Return whether this is JSON in the strict sense: Python's parser also accepts NaN and Infinity."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_finite_json(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -77,7 +77,7 @@ class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides w
 
     @property
     def may_be_out_of_memory(self) -> bool:
-        """Whether an OOM is the likely cause: the system kills, libraries abort or exit, Python raises."""
+        """Return whether an OOM is likely: the system kills, libraries abort or exit, Python raises."""
         if self.timed_out:
             return False
         if not self.traceback_shown:
@@ -91,7 +91,7 @@ class ChildDied(Exception):  # noqa: N818 - an observation; the caller decides w
 
 
 class ChildOptions(TypedDict, total=False):
-    """How the child process runs.
+    """Options of the child process.
 
     `in_front`: it writes to our terminal and receives our signals, as if it were this process. By default a
     child is silent and ends with its parent. `timeout_seconds`: kill it after this time (default: never).

@@ -118,7 +118,7 @@ def array_file(path: Path) -> ArrayFile:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a complete read of an array found."""
+    """The findings of a complete read of an array."""
 
     sha256: str  # of the values, independent of the file's name, header and memory order
     least: int

@@ -1,4 +1,4 @@
-"""What a user can do about a failed file operation: one hint per cause, for every message about files."""
+"""Advice after a failed file operation: one hint per cause, for every message about files."""
 
 from __future__ import annotations
 

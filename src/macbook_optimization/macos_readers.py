@@ -83,7 +83,7 @@ def is_apple_silicon(facts: Mapping[str, str]) -> bool:
 
 
 def is_translated(facts: Mapping[str, str]) -> bool:
-    """Whether sysctl ran under Rosetta, and therefore also the process that started it."""
+    """Return whether sysctl ran under Rosetta, and therefore also the process that started it."""
     return facts.get("sysctl.proc_translated") == "1"
 
 

@@ -1,4 +1,4 @@
-"""How many examples fit into memory, and how to react when memory becomes short.
+"""The number of examples that fit into memory, and reactions when memory becomes short.
 
 Peak memory is linear in the micro-batch size: `fixed + per example * n`. The two coefficients are measured
 in a child process that runs real steps, and the largest micro-batch within a budget follows from them. During

@@ -28,7 +28,7 @@ _OTHER_FILE = "Choose another file."
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """What an output is, so that an earlier one is recognised by its content.
+    """The kind of an output, so that an earlier one is recognised by its content.
 
     Without `matches`, no file is replaced unless that is requested: people edit files of this kind.
     """

@@ -221,7 +221,7 @@ def _failure(code: int, messages: str) -> LaptopError:
 
 
 class Bottlenecks(TypedDict):
-    """What limits training; None for what was not measured."""
+    """The limits of training speed; None for what was not measured."""
 
     memory_bottleneck: bool | None
     cpu_underutilization: bool | None

@@ -1,4 +1,4 @@
-"""How progress looks in a given number of columns: pure functions from values to one line of text.
+"""Progress in a given number of columns: pure functions from values to one line of text.
 
 A line that is too narrow loses whole fields and never parts of them. The fields in order of importance: the
 count, the time left, the facts in their order, the bar, the elapsed time, the description. Room that is left

@@ -82,7 +82,7 @@ class ProgressDisplay:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal that can be drawn on."""
+        """Return whether there is a terminal that can be drawn on."""
         return self._live
 
     def __enter__(self) -> Self:

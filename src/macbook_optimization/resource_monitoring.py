@@ -56,7 +56,7 @@ class ThermalState(Mapping[str, bool | float | str | None]):
         return len(fields(self))
 
     def is_too_hot(self, limit_celsius: float = 85.0) -> bool | None:
-        """Whether the processor is above the limit, at that of its sensor, or throttling.
+        """Return whether the processor is above the limit, at that of its sensor, or throttling.
 
         None if the system reports none of these, which is false in an `if`, so a machine that reports nothing
         is never paused. A Mac reports no temperature, so there the answer depends on throttling alone.

@@ -31,7 +31,7 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How recent steps compare with earlier ones of equal work: 1.5 is half as much again."""
+    """The speed of recent steps beside earlier ones of equal work: 1.5 is half as much again."""
 
     by_time: float
     by_cpu_time: float

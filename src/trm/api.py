@@ -50,7 +50,7 @@ DEFAULTS = SamplingSettings()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run is started. `more_steps` trains a finished run longer; `quiet` shows no progress."""
+    """Options of the start of a run. `more_steps` trains a finished run longer; `quiet` shows no progress."""
 
     fresh: bool = False
     fit: bool = False
@@ -207,7 +207,7 @@ def _load_writer(trained: TrainedModel, task: Generative, inference: Mapping[str
 
 
 class Writer(NamedTuple):
-    """What continues a text."""
+    """A model that continues a text."""
 
     model: LanguageModel
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""How this machine runs a recipe. Nothing here changes what is learned.
+"""Execution and plan: the settings with which this machine runs a recipe. They do not change what is learned.
 
 `Execution` is what a backend needs to know; `Plan` adds the split of a step into micro-batches, and the
 reason for every choice. A run directory stores its plan, so both are plain values below every other room.
@@ -22,7 +22,7 @@ _EARLIER_NAMES = {"lanes": "workers", "settling": "provisional"}
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a backend computes."""
+    """The settings of a backend's computation."""
 
     threads: int = 1
     workers: int = 1  # worker threads that share `threads`; each takes examples through the whole model

@@ -1,4 +1,4 @@
-"""What changes over training: pure functions of the step, counted from 1."""
+"""Schedules of training: pure functions of the step, counted from 1."""
 
 from __future__ import annotations
 

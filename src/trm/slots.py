@@ -18,7 +18,7 @@ from trm.arrays import BoolArray, Float32Array, FloatArray, IntArray, IntegerArr
 
 
 class Purpose(IntEnum):
-    """What a random number is for; different purposes draw independent numbers."""
+    """The purpose of a random number; different purposes draw independent numbers."""
 
     ORDER = 1
     CHOICE = 2
@@ -78,7 +78,7 @@ def permuted(positions: IntArray, size: int, keys: WordArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which example a slot takes.
+    """The order of examples: which one a slot takes.
 
     Each group is used once per epoch; the puzzle of a group and the example of that puzzle are then drawn
     (public datasets store the augmented copies of a puzzle as a group).

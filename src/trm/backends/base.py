@@ -1,4 +1,4 @@
-"""What a backend must do.
+"""The interface of a backend.
 
 The interface is the training step, not single operations: the arrays of one effective batch go in, numbers
 come out, and everything between (micro-batches, gradients, optimizer, moving average) belongs to the backend.
@@ -35,7 +35,7 @@ TensorGroups: TypeAlias = dict[str, Weights]  # file name of a checkpoint -> its
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is computed."""
+    """The computation: model, training and data."""
 
     model: AnyModelConfig
     training: TrainingConfig  # objective and optimizer
@@ -54,7 +54,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What the schedule decided for this step."""
+    """The decisions of the schedule for this step."""
 
     step: int  # counted from 1
     cycles: int
@@ -201,7 +201,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What every thread that computes did while steps were recorded."""
+    """The activity of every thread that computed while steps were recorded."""
 
     spans: list[Span]
     allocations: list[Allocation]

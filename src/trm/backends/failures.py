@@ -1,4 +1,4 @@
-"""What can go wrong in every backend alike: failed allocations, NaN and Inf, tensors of other shapes."""
+"""Failures that every backend shares: failed allocations, NaN and Inf, tensors of other shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does for all of them: the writer acts, and every rank gets the value or the error."""
+"""Actions of one rank for all of them: the writer acts, and every rank gets the value or the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of one training step goes, measured alike in every backend."""
+"""The time of one training step by phase, measured alike in every backend."""
 
 from __future__ import annotations
 

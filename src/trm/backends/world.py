@@ -28,7 +28,7 @@ class StepAbandoned(Exception):  # noqa: N818 - not an error of this rank
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a host listens."""
+    """The address at which a host listens."""
 
     host: str  # a numeric address of one interface
     port: int
@@ -49,7 +49,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process belongs in a world that is being formed."""
+    """The place of a process in a world that is being formed."""
 
     rank: int
     shares: tuple[int, ...]
@@ -76,7 +76,7 @@ class World(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether this process holds the run directory."""
+        """Return whether this process holds the run directory."""
         ...
 
     @property
@@ -158,7 +158,7 @@ def owned_slots(world: World) -> slice:
 
 
 class Meeting(Protocol):
-    """How machines find each other. A world is formed once; when it changes, every process starts again."""
+    """The meeting of machines. A world is formed once; when it changes, every process starts again."""
 
     def lost_names(self) -> list[str]:
         """Return who is gone after `PeerLost`: those that still run report to each other."""
@@ -192,7 +192,7 @@ class GuestMeeting(Meeting, Protocol):
 
     @property
     def facts(self) -> JsonObject:
-        """What the host says about the run."""
+        """The facts about the run that the host publishes."""
         ...
 
     def join(self, member: Member, on_lost: OnLost, on_forming: Callable[[], None]) -> World:

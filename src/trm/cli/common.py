@@ -1,4 +1,4 @@
-"""What commands have in common: options, output, and preparing the process."""
+"""Common parts of the commands: options, output, and preparing the process."""
 
 from __future__ import annotations
 

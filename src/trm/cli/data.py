@@ -119,7 +119,7 @@ def build_maze(
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the augmentations.")
 @click.option(
     "--overlap", type=click.Choice(["refuse", "drop", "allow"]), default="refuse", show_default=True,
-    help="What to do with training tasks that are also test tasks; drop removes them from training.",
+    help="Treatment of training tasks that are also test tasks; drop removes them from training.",
 )  # fmt: skip
 @click.option(
     "--max-input-mb", type=click.IntRange(min=1), default=256, show_default=True,
@@ -155,7 +155,7 @@ def mail_options(command: Command) -> Command:
         ),
         click.option(
             "--split", type=click.Choice(["random", "time", "thread"]), default="random", show_default=True,
-            help="How the test set is chosen: at random, the newest messages, or whole conversations.",
+            help="Choice of the test set: at random, the newest messages, or whole conversations.",
         ),
         click.option("--length", type=int, default=256, show_default=True, help="Most tokens per message."),
         click.option(

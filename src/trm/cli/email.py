@@ -90,7 +90,7 @@ def mapping(mail: tuple[str, ...], out: Path, format_: str, jobs: int | None, as
 )  # fmt: skip
 @click.option(
     "--split", type=click.Choice(["random", "time", "thread"]), default="random", show_default=True,
-    help="How messages are held out: at random, the newest, or whole conversations.",
+    help="Choice of the messages that are held out: at random, the newest, or whole conversations.",
 )  # fmt: skip
 @click.option("--min-df", type=click.IntRange(1, 1000), default=2, show_default=True,
               help="Keep n-grams of at least this many messages: more reveals less.")  # fmt: skip

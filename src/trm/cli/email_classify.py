@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 socket_option = click.option(
     "--socket", "socket_path", type=PATH,
-    help="Ask the server at this socket (`trm email serve`) instead of loading a model; leave RUN out.",
+    help="Use the server at this socket (`trm email serve`) instead of loading a model; leave RUN out.",
 )  # fmt: skip
 
 
@@ -65,13 +65,13 @@ def classify(
 ) -> None:
     """Classify the messages of PATHS: files, directories, mailboxes, or - for standard input.
 
-    A question mark stands beside an answer that is unsure. With --json, one object per message.
+    Unsure answers are marked with a question mark. With --json, one object per message.
     """
     if socket_path is not None:
         _refuse_options_of_the_server(MAX_ERROR, "jobs", "full")
         sources = paths if run is None else (str(run), *paths)
         _require(sources, "PATHS")
-        for answer in _ask_about(sources, socket_path, format_):
+        for answer in _answers_of_server(sources, socket_path, format_):
             show(answer.to_json(), as_json, answer.text())
         return
     _require(run, "RUN")
@@ -108,9 +108,9 @@ def filter_message(run: Path | None, socket_path: Path | None, max_error: float)
     if len(raw) > MAX_MESSAGE_BYTES:
         raise DataError(f"The message is larger than {MAX_MESSAGE_BYTES // 2**20} MiB")
     if socket_path is not None:
-        from trm.mail.sockets import ask
+        from trm.mail.sockets import request_answer
 
-        sys.stdout.buffer.write(with_headers(raw, ask(socket_path, raw, "-").choice))
+        sys.stdout.buffer.write(with_headers(raw, request_answer(socket_path, raw, "-").choice))
         return
     assert run is not None
     with opened_classifier(run, 1) as classifier:
@@ -133,9 +133,9 @@ def _refuse_options_of_the_server(*names: str) -> None:
             raise click.UsageError(f"{shown} is set by the server: it cannot be given with --socket.")
 
 
-def _ask_about(sources: Iterable[str], socket_path: Path, format_: str) -> Iterable[Answer]:
+def _answers_of_server(sources: Iterable[str], socket_path: Path, format_: str) -> Iterable[Answer]:
     from trm.mail.answers import skipped
-    from trm.mail.sockets import ask
+    from trm.mail.sockets import request_answer
     from trm.tasks.documents.mailboxes import read_messages
 
     for source in sources:
@@ -143,7 +143,7 @@ def _ask_about(sources: Iterable[str], socket_path: Path, format_: str) -> Itera
             if message.problem:
                 yield skipped(message.key, message.problem)
             else:
-                yield ask(socket_path, message.raw, message.key)
+                yield request_answer(socket_path, message.raw, message.key)
 
 
 @click.command()
@@ -201,7 +201,7 @@ def serve(
 ) -> None:
     """Load the model of RUN once, and answer requests at a Unix socket that only you can use.
 
-    `trm email classify` and `trm email filter` ask it with --socket PATH. What `learn` and `forget` change is
+    `trm email classify` and `trm email filter` use it with --socket PATH. What `learn` and `forget` change is
     noticed. Ctrl-C or SIGTERM ends the server and removes the socket.
     """
     from trm.mail.sockets import listening

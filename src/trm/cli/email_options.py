@@ -1,4 +1,4 @@
-"""What the commands of `trm email` have in common."""
+"""Common parts of the commands of `trm email`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class DecoderConfig(Section):
     """A causal language model, for the task `text`: attention to earlier tokens only, with rotary positions,
     grouped key/value heads, SwiGLU and RMS norm. Its context is the `context` of the dataset."""
 
-    # A decoder does not recurse: what general code asks of a recursion has one value.
+    # A decoder does not recurse: what general code reads of a recursion has one value.
     variant: ClassVar[Literal["decoder"]] = "decoder"
     cycles_per_step: ClassVar[int] = 1
     block_passes_per_cycle: ClassVar[int] = 1

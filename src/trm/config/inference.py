@@ -10,7 +10,7 @@ from trm.config.values import Count, CountOrZero, PositiveOrZero, Section
 
 
 class InferenceConfig(Section):
-    """How a trained model is applied; `trm eval` and `trm predict` read it too."""
+    """Settings for applying a trained model; `trm eval` and `trm predict` read them too."""
 
     depth: Count = 16
     """Maximum number of supervision steps per example (single recursions after terminal supervision)."""

@@ -1,4 +1,4 @@
-"""What the kind of a model means for the other sections: a decoder does not recurse or carry latents."""
+"""Consequences of the kind of a model for other sections: a decoder does not recurse or carry latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may fix about how this machine runs a recipe. None of it changes what is learned."""
+"""Settings of how this machine runs a recipe. None of them changes what is learned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _checkpointing(value: object) -> object:
 
 
 class PlanSettings(Section):
-    """How this machine runs the recipe. Null values are measured, unless the key says otherwise."""
+    """Settings of how this machine runs a recipe. Null values are measured unless the key says otherwise."""
 
     backend: str = "pytorch"
     """Library that computes: `pytorch`, `mlx` (for Apple Silicon, an optional extra), or `auto` for the
@@ -56,7 +56,7 @@ class PlanSettings(Section):
 
 
 class LimitSettings(Section):
-    """How much of the machine training may use, and how it reacts to pressure, heat and batteries."""
+    """Limits on the use of the machine, and reactions to pressure, heat and batteries."""
 
     memory_limit_mb: Annotated[Positive, Field(le=2**30)] | None = None
     """Memory budget in MiB; null for a share of what is available."""

@@ -42,7 +42,7 @@ class ModelConfig(Section):
     expansion: Annotated[Positive, Field(le=64)] = 4.0
     """Inner width of the SwiGLU networks, as a multiple of their width (two thirds of it is used)."""
     mixer: Mixer = "attention"
-    """How positions exchange information: `attention`, `mlp` (a network over all positions), `neighbourhood`
+    """Position mixer: `attention`, `mlp` (a network over all positions), `neighbourhood`
     (a convolution over a square grid), or `candidates` (Sudoku: one latent per digit and cell, pooled over
     rows, columns, boxes and cells)."""
     attention_window: Count | None = None
@@ -101,7 +101,7 @@ class ModelConfig(Section):
 
     @property
     def block_passes_per_cycle(self) -> int:
-        """How often one recursion passes through the block of layers."""
+        """The number of times that one recursion passes through the block of layers."""
         return 1 if self.variant == "transformer" else self.L_cycles + 1
 
     def resized(self, hidden_size: int) -> dict[str, int | None]:

@@ -84,7 +84,7 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 @dataclass
 class Origins:
-    """Where each value of a recipe comes from, to name the place of a problem."""
+    """The origin of each value of a recipe, to name the place of a problem."""
 
     file: str
     overrides: dict[KeyPath, str] = field(default_factory=dict)  # the last one that set the key

@@ -124,13 +124,13 @@ class TrainingConfig(Section):
     micro-batch is a single example; null never cuts. This changes what is learned, and when it happens
     depends on the machine; the events record each change."""
     initial_embeddings: Literal["random", "cooccurrence"] = "random"
-    """How the embeddings of tokens start, where the task has words: `cooccurrence` gives similar ones to
+    """Initial embeddings of tokens, where the task has words: `cooccurrence` gives similar ones to
     words that have similar neighbours in the training split."""
     initial_weights: Path | None = None
     """Another run, whose best weights this one starts from where names and shapes are the same; null to draw
     all weights at random."""
     gradient_message: Literal["float32", "bfloat16", "topk"] = "float32"
-    """How several machines exchange gradients: `bfloat16` halves the bytes and rounds them; `topk` sends only
+    """Form of gradients between machines: `bfloat16` halves the bytes and rounds them; `topk` sends only
     the largest entries of each machine's gradient and adds the rest to its next one. Both need PyTorch. On
     one machine it has no effect."""
     gradient_share: Share = 0.1
@@ -175,7 +175,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """When a run is evaluated on its test split, and when it is good enough."""
+    """Evaluations on the test split, and the target that ends a run."""
 
     every_steps: Count | None = 1000
     """Steps between evaluations, besides one at the end; null for no evaluation at all, so that the newest
@@ -206,7 +206,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """When checkpoints are written, and how many are kept."""
+    """The schedule of checkpoints, and how many are kept."""
 
     every_steps: Count | None = None
     """Steps between checkpoints, in addition to `every_seconds`."""
@@ -219,7 +219,7 @@ class CheckpointsConfig(Section):
 
 
 class LoadingConfig(Section):
-    """How a dataset is read: held in memory, memory-mapped, or streamed row by row."""
+    """Settings for reading a dataset: held in memory, memory-mapped, or streamed row by row."""
 
     streaming_threshold_mb: Annotated[PositiveOrZero, Field(le=1e9)] = 200.0
     """Stream datasets above this size."""
@@ -236,12 +236,12 @@ class LoadingConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the dataset is, and how to build it."""
+    """The directory of the dataset, and the options to build it."""
 
     path: Path
     """Directory of the dataset."""
     loading: LoadingConfig = LoadingConfig()
-    """How it is read."""
+    """Settings for reading it."""
     augment: bool = True
     """Replace every training example by a random symmetric copy, where the task has symmetries."""
     build: JsonObject | None = None
@@ -264,15 +264,15 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     """Objective, optimizer and schedule."""
     inference: InferenceConfig = InferenceConfig()
-    """How the model is applied."""
+    """Settings for applying the model."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When it is evaluated."""
+    """Evaluations on the test split."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
-    """When it is saved."""
+    """Checkpoints."""
     plan: PlanSettings = PlanSettings()
-    """How this machine runs it."""
+    """Settings of how this machine runs it."""
     limits: LimitSettings = LimitSettings()
-    """How much of this machine it may use."""
+    """Limits on the use of this machine."""
 
     @model_validator(mode="before")
     @classmethod

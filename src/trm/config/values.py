@@ -1,4 +1,4 @@
-"""What every section shares: number types with a range, without NaN, Inf and booleans; suggestions."""
+"""Values that every section shares: number types with a range, without NaN, Inf and booleans; suggestions."""
 
 from __future__ import annotations
 

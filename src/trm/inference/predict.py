@@ -44,7 +44,7 @@ class TrainedModel:
 
     @property
     def execution(self) -> Execution:
-        """How this machine applies it: the run's precision, with all of this machine's threads."""
+        """The execution on this machine: the run's precision, with all of this machine's threads."""
         trained_with = self.plan.execution
         return replace(execution_of(self.config, trained_with), precision=trained_with.precision)
 

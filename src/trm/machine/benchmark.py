@@ -185,7 +185,7 @@ def estimate_peak_bytes(workload: JsonMapping, send: Send) -> int:
 
 
 class StepMeasurements(TypedDict):
-    """What a child returns; the fields are those of `Repeat`."""
+    """The result of a child; the fields are those of `Repeat`."""
 
     samples_per_second: list[float]
     resident_peak_bytes: int

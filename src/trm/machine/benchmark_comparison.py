@@ -1,4 +1,4 @@
-"""Whether this machine trains faster or slower than at an earlier `trm bench`.
+"""A comparison of this machine's training speed with that of an earlier `trm bench`.
 
 Two measurements of one machine always differ a little. `judge` decides which differences count.
 """

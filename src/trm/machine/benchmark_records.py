@@ -25,7 +25,7 @@ ProfileName = Annotated[str, Field(pattern="^[a-z0-9_]{1,20}$")]
 
 
 class Workload(Section):
-    """What one repeat computes. Two results are comparable if their workloads are equal."""
+    """The computation of one repeat. Two results are comparable if their workloads are equal."""
 
     hidden_size: Count
     num_heads: Count
@@ -60,7 +60,7 @@ class Workload(Section):
 
 
 class Repeat(Section):
-    """What one process measured: memory and CPU use during the timed steps, the peak over its lifetime."""
+    """Measurements of one process: memory and CPU use in the timed steps, the peak over its lifetime."""
 
     samples_per_second: Annotated[list[Measured], Field(min_length=1)]  # one per timed step
     resident_peak_bytes: CountOrZero

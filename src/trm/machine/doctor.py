@@ -56,7 +56,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What changes from minute to minute and slows training down."""
+    """Conditions that change from minute to minute and slow training down."""
 
     thermal: ThermalState
     stall_percent: float | None  # time for which programs waited for memory; Linux only

@@ -66,7 +66,7 @@ def skipped(reason: str, **facts: Any) -> Finding:
 
 
 class Surroundings(NamedTuple):
-    """What checks have in common."""
+    """The material that checks share."""
 
     hardware: HardwareSpecs
     directory: Path  # for files of the checks; removed at the end

@@ -1,4 +1,4 @@
-"""How `trm doctor` and `trm bench` print numbers and warnings."""
+"""The format of numbers and warnings in `trm doctor` and `trm bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about a message: the same object whether a model or a server decided.
+"""The answer about a message: the same object whether a model or a server decided.
 
 This module loads neither a model nor NumPy, so that clients of a server start quickly.
 """

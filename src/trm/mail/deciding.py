@@ -33,7 +33,7 @@ _BATCH_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What every path, both together and the baseline say about one message."""
+    """The answers of every path, of both together and of the baseline for one message."""
 
     columns: dict[str, FloatArray]  # a number per category
     is_decided: bool

@@ -1,4 +1,4 @@
-"""How good the answers of one or several models are, on messages whose categories are known.
+"""The quality of one or several models' answers, on messages whose categories are known.
 
 Every path of a model, both together and the baseline are columns of the tables. A column has a row of numbers
 per message. Probabilities can be checked for calibration; mere scores only say which category wins.
@@ -27,7 +27,7 @@ NUM_BINS = 15  # of confidence
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What one model says: a row per message, a number per category."""
+    """The answers of one model: a row per message, a number per category."""
 
     scores: FloatArray  # (n, num_categories)
     are_probabilities: bool = True

@@ -1,4 +1,4 @@
-"""Which words and fields drove a decision.
+"""The words and fields that drove a decision.
 
 The linear score of a category is a sum over the n-grams of a message, so each n-gram has an exact share: its
 weight times the difference between the table's columns for the category and for the next best one.

@@ -11,7 +11,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 class Decided(Protocol):
-    """What the headers say: a decision of a model, or what a server answered."""
+    """The content of the headers: a decision of a model, or the answer of a server."""
 
     @property
     def category(self) -> str: ...

@@ -45,7 +45,7 @@ class TrainingSet:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How a model of the older documents does on the newest ones, beside what cross-validation promises."""
+    """The error of a model of the older documents on the newest, beside what cross-validation promises."""
 
     promised_error: float  # among decided answers
     newest_error: float
@@ -54,7 +54,7 @@ class Drift:
 
     @property
     def breaks_promise(self) -> bool:
-        """Whether the error is larger than the promise by more than two standard errors."""
+        """Return whether the error is larger than the promise by more than two standard errors."""
         decided = max(1.0, self.newest_decided * self.newest_documents)
         spread = np.sqrt(max(self.promised_error, 1 / decided) / decided)
         return bool(self.newest_error > self.promised_error + 2 * spread)
@@ -76,7 +76,7 @@ def fit_model(
     fit, exponent = _fit(bags, training)
     temperature = fit_temperature(fit.unseen_scores, labels)
     probabilities = softmax(fit.unseen_scores, temperature)
-    found = figures(labels, probabilities.argmax(1), num_categories)
+    found = classifier_metrics(labels, probabilities.argmax(1), num_categories)
     model = MailModel(
         categories=training.categories,
         vocabulary=vocabulary,
@@ -125,7 +125,9 @@ def _fit(bags: Bags, training: TrainingSet) -> tuple[LinearFit, float]:
     if counts.max() < UNBALANCED * counts.min():
         return fit(0.0), 0.0
     fits = {exponent: fit(exponent) for exponent in _WEIGHT_EXPONENTS}
-    best = max(fits, key=lambda each: figures(labels, fits[each].predicted, num_categories).macro_f1)
+    best = max(
+        fits, key=lambda each: classifier_metrics(labels, fits[each].predicted, num_categories).macro_f1
+    )
     return fits[best], best
 
 
@@ -162,17 +164,17 @@ def measure_drift(
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """How well a classifier does on documents that it has not seen."""
+class ClassifierMetrics:
+    """Metrics of a classifier on documents that it has not seen."""
 
     accuracy: float
     macro_f1: float
     confusion: list[list[int]]
 
 
-def figures(labels: IntArray, predicted: IntArray, num_categories: int) -> Figures:
+def classifier_metrics(labels: IntArray, predicted: IntArray, num_categories: int) -> ClassifierMetrics:
     confusion = confusion_matrix(labels, predicted, num_categories)
-    return Figures(
+    return ClassifierMetrics(
         float(np.trace(confusion) / max(1, confusion.sum())), macro_f1(confusion), confusion.tolist()
     )
 

@@ -1,4 +1,4 @@
-"""What `trm email sort` is about to do in a Maildir, so that it can be taken back.
+"""The journal of `trm email sort`: the moves that it is about to make, so that they can be taken back.
 
 The journal is a file of JSON Lines in the Maildir that only its owner can read. A line is written and synced
 before what it describes is done. After a crash it may therefore name moves that did not happen, but never
@@ -37,7 +37,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class Sort:
-    """What one call of `trm email sort` did, or was about to do."""
+    """The moves that one call of `trm email sort` made, or was about to make."""
 
     started: str
     folders: list[str] = field(default_factory=list)  # that it created

@@ -28,7 +28,7 @@ _BETWEEN_FOLDERS = re.compile(r"(?<=[^/])/(?=[^/])")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a message is in a Maildir."""
+    """The place of a message in a Maildir."""
 
     folder: str  # name of a directory, as `folder_of` returns it
     part: str  # cur or new

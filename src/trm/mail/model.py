@@ -75,7 +75,7 @@ class MailModel:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of a message deciding may need; 0 if the linear path decides alone."""
+        """The number of tokens of a message that deciding may need; 0 if the linear path decides alone."""
         return self.network.length if self.network is not None and self.mixture.gate else 0
 
     def recursive_scores(self, mails: Sequence[Mail]) -> FloatArray:

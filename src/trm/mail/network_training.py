@@ -57,7 +57,7 @@ PROFILES: dict[Profile, tuple[int, int] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """How the recursive path is made."""
+    """Options of the recursive path."""
 
     recipe: str = "email"
     profile: Profile = "compact"

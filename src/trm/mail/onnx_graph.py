@@ -164,7 +164,7 @@ def _embedded(graph: _Graph, model: ModelConfig, length: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionInputs:
-    """What every attention needs: the mask that is added to the scores, and the rotation."""
+    """Inputs that every attention needs: the mask that is added to the scores, and the rotation."""
 
     mask: str  # (B, 1, 1 or L, L)
     cos: str | None = None  # (L, S / 2)

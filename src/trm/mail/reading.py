@@ -17,7 +17,7 @@ from trm.tasks.documents.words import ngrams
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a worker makes of a message."""
+    """The result of a worker for a message."""
 
     mail: Mail  # without text and header words that nothing needs: passing them on costs time
     counts: Counter[str]

@@ -1,4 +1,4 @@
-"""What training a mail model found: the data, the measured quality, and whether mail changes with time."""
+"""The report on a trained mail model: its data, its measured quality, and whether mail changes with time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass
 
 from macbook_optimization.json_types import JsonMapping, JsonObject
 from macbook_optimization.units import counted
-from trm.mail.fitting import Drift, Figures
+from trm.mail.fitting import ClassifierMetrics, Drift
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """How well the model does on messages that nothing was chosen on."""
+    """The quality of the model on messages that nothing was chosen on."""
 
     messages: int
-    columns: dict[str, Figures]  # of each path, of both together, and of TF-IDF + LinearSVC
+    columns: dict[str, ClassifierMetrics]  # of each path, of both together, and of TF-IDF + LinearSVC
     decided: float  # share of the messages that were not unsure
     error_of_decided: float
     calibration_error: float

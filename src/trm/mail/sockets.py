@@ -154,7 +154,7 @@ def is_trusted_peer(connection: socket.socket) -> bool:
     return user in (0, os.geteuid())
 
 
-def ask(path: Path, raw: bytes, name: str) -> Answer:
+def request_answer(path: Path, raw: bytes, name: str) -> Answer:
     """Return what the server at `path` says about a message."""
     try:
         if not _is_own_socket(path):

@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the messages of one folder."""
+    """The outcome for the messages of one folder."""
 
     moved: list[Choice] = field(default_factory=list)
     unsure: int = 0  # they stay
@@ -136,7 +136,7 @@ def _rename(listing: Listing, move: Move) -> bool:
 
 @dataclass(slots=True)
 class Undone:
-    """What became of the moves of a sort."""
+    """The outcome for the moves of a sort."""
 
     moved_back: int = 0
     with_other_flags: int = 0  # of those, how many a mail reader had renamed

@@ -17,7 +17,7 @@ from macbook_optimization.errors import DataError, RunError
 from trm.arrays import BoolArray, IntArray
 from trm.display import Display
 from trm.mail.calibration import expected_calibration_error
-from trm.mail.fitting import TrainingSet, figures, fit_model, measure_drift
+from trm.mail.fitting import TrainingSet, classifier_metrics, fit_model, measure_drift
 from trm.mail.model import DEFAULT_MAX_ERROR, DESCRIPTION_FILE, MailModel, load_model, save_model
 from trm.mail.network_training import (
     MIN_MESSAGES,
@@ -50,7 +50,7 @@ from trm.tasks.documents.words import is_content
 
 @dataclass(frozen=True, slots=True)
 class MailOptions:
-    """How a model is made of mail."""
+    """Options of a mail model."""
 
     format: Format = "auto"
     mapping: CategoryMap | None = None
@@ -143,7 +143,7 @@ def _train(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Which messages are only measured on, and which of the others are kept from the network."""
+    """The messages that are only measured on, and those of the others that are kept from the network."""
 
     held_out: BoolArray
     is_validation: BoolArray | None  # among those that are not held out; None without a network
@@ -287,7 +287,7 @@ def _measure(model: MailModel, material: Material, held_out: BoolArray, max_erro
     return HeldOut(
         messages=len(test.rows),
         columns={
-            name: figures(test.labels, found.argmax(1), len(test.categories))
+            name: classifier_metrics(test.labels, found.argmax(1), len(test.categories))
             for name, found in model.columns(bags, mails).items()
         },
         decided=float(decided.mean()),

@@ -35,7 +35,7 @@ FEW_UNWRITTEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may differ from the CPU by rounding. All but the cosine are relative."""
+    """Bounds for differences from the CPU by rounding. All but the cosine are relative."""
 
     start: float = 1e-5  # of everything before the first step
     loss: float = 1e-4
@@ -59,7 +59,7 @@ Named: TypeAlias = dict[str, Float32Array]  # "group/tensor" -> content
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs first from the CPU."""
+    """The first difference from the CPU."""
 
     tensor: str | None  # None: no single tensor
     problem: str
@@ -218,7 +218,7 @@ def _of_states(
 
 
 def _is_gradient(name: str) -> bool:
-    """Whether a moment is the running mean of a gradient: of the first one, after the first step."""
+    """Return whether a moment is the running mean of a gradient: of the first one, after the first step."""
     return name.endswith(".exp_avg")
 
 

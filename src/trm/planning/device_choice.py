@@ -1,4 +1,4 @@
-"""Which backend and device a run uses: what the recipe names or, with `auto`, the fastest one.
+"""The backend and device of a run: those that the recipe names or, with `auto`, the fastest one.
 
 Every other place is used only after `device_check` has compared it with PyTorch on the CPU; the verdict is
 cached per recipe, version and machine. What fails the check is named, and the CPU takes its place.
@@ -34,7 +34,7 @@ _CHECK_VERSION = 4  # of what is compared; a verdict by another version is not u
 
 
 class Place(NamedTuple):
-    """Where a recipe is computed."""
+    """A backend and a device, on which a recipe is computed."""
 
     backend: str
     device: str

@@ -32,7 +32,7 @@ CLEARLY_SMALL = 0.6  # times the limit: fits
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one example at a time needs, of the kind of memory that is scarcest in proportion."""
+    """The needs of one example at a time, of the kind of memory that is scarcest in proportion."""
 
     mib: int
     limit_mib: int

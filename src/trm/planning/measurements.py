@@ -1,4 +1,4 @@
-"""What was measured about a recipe on this machine: memory and throughput.
+"""Measurements of a recipe on this machine: memory and throughput.
 
 Memory grows with the positions that are computed at a time. Where all rows are full, these are proportional
 to the micro-batch size, and one straight line describes steps and evaluations. Where rows differ in length,
@@ -27,7 +27,7 @@ class Parallelism(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """What steps with this micro-batch size took."""
+    """Measurements of the steps with this micro-batch size."""
 
     micro_batch_size: int
     peak_bytes: int
@@ -48,12 +48,12 @@ class Measurements:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs made the throughput unreliable. Memory does not depend on them."""
+        """Return whether other programs made the throughput unreliable. Memory does not depend on them."""
         return self.other_cpu_percent is not None and self.other_cpu_percent > BUSY_PERCENT
 
     @property
     def is_worth_repeating(self) -> bool:
-        """Whether the next start should measure again: once only, as some machines are always busy."""
+        """Return whether the next start should measure again: once only, as some machines are always busy."""
         return self.is_disturbed and not self.is_repeated
 
     def to_json(self) -> JsonObject:

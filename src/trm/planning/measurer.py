@@ -49,7 +49,7 @@ class Measurer:
         return self.known[key]
 
     def has_measured(self, execution: Execution) -> bool:
-        """Whether a probe is cached that need not be repeated."""
+        """Return whether a probe is cached that need not be repeated."""
         measured = read_measurements(self.probe_file(execution))
         return measured is not None and not measured.is_worth_repeating
 
@@ -112,7 +112,7 @@ class Measurer:
         return cache_directory() / "probes" / f"{self._key(execution)}.json"
 
     def warmup_file(self, execution: Execution) -> Path:
-        """Where a run keeps what its first steps measured; they contain less about memory than a probe."""
+        """Return the file for what a run's first steps measured; they say less about memory than a probe."""
         return self.probe_file(execution).with_suffix(".warmup.json")
 
     def _key(self, execution: Execution) -> str:

@@ -71,7 +71,7 @@ class Planner:
         return replace(plan, warnings=warnings) if plan is not None else None
 
     def _may_tune_during_warmup(self) -> bool:
-        """Whether the user fixed nothing, memory is not limited, and a step does not take longer than a
+        """Return whether the user fixed nothing, memory is not limited, and a step is not longer than a
         probe."""
         plan = self.config.plan
         training = self.config.training
@@ -195,7 +195,7 @@ class Planner:
         return self.estimated[key]
 
     def _is_clearly_too_large(self, checkpointing: Checkpointing, allocator: str) -> bool:
-        """Whether a measurement is not worth its time."""
+        """Return whether a measurement is not worth its time."""
         execution = self.execution(checkpointing=checkpointing, allocator=allocator)
         if self.measurer.probe_file(execution).exists():
             return False
@@ -214,7 +214,7 @@ class Planner:
             yield layers[-1], "compact"
 
     def _no_saving_suffices(self, measured: Measurements, checkpointing: Checkpointing) -> bool:
-        """Whether one example would not fit even with all that gradient checkpointing should save."""
+        """Return whether one example would not fit even with all that gradient checkpointing should save."""
         estimates = self.estimates()
         saved = (estimates.by_checkpointing[checkpointing].mib - estimates.least.mib) * MIB
         return measured.sizes[0].peak_bytes - saved > ALLOCATOR_GAIN * self.budget.resident_bytes

@@ -76,7 +76,7 @@ def probe(
 
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
-    """Which micro-batch size to measure next.
+    """The next micro-batch size to measure.
 
     One example first, then a few; then as many as time and memory allow, but twice as many even if that takes
     longer. Where even a few take long, one example outweighs what is fixed, and two are enough for a line.
@@ -96,7 +96,7 @@ class ProbeSizes:
         return following if following > last.micro_batch_size else None
 
     def exceeded_by(self, size: SizeResult) -> bool:
-        """Whether this one example is too much already, so that nothing else is worth measuring."""
+        """Return whether this one example is too much already, so that nothing else is worth measuring."""
         return size.micro_batch_size == 1 and size.peak_bytes > self.budget_bytes
 
     def _following(self, sizes: Sequence[SizeResult], last: SizeResult) -> int:

@@ -1,4 +1,4 @@
-"""How wide the rows of a training step are, where examples differ in length.
+"""The widths of the rows of a training step, where examples differ in length.
 
 A step computes its rows from the longest to the shortest, and each worker trims its slice to the longest row
 in it. So the memory of a micro-batch is about proportional to the positions that are computed at a time, and
@@ -30,7 +30,7 @@ def row_widths(config: RunConfig) -> tuple[int, ...] | None:
     """
     if not any(config.data.path.glob("train/*__lengths.npy")):
         return None
-    split = open_split(config.data.path, "train", verified={})  # whoever asks has verified the data
+    split = open_split(config.data.path, "train", verified={})  # the caller has verified the data
     num_slots = config.training.effective_batch_size
     widths = _widths(config, split)
     if not _draws_evenly(config, split):
@@ -51,7 +51,7 @@ def computed_positions(widths: Sequence[int], size: int, workers: int) -> int:
 
 
 def _draws_evenly(config: RunConfig, split: Split) -> bool:
-    """Whether long and short examples are equally likely. With deep supervision, hard ones stay longer."""
+    """Return whether long and short examples are equally likely. Deep supervision keeps hard ones longer."""
     training = config.training
     by_group = split.num_groups < len(split)
     return training.supervision == "terminal" and training.curriculum is None and not by_group

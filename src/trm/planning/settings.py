@@ -1,4 +1,4 @@
-"""What the user's plan settings mean on this machine: corrections, and the choices that remain."""
+"""The user's plan settings on this machine: corrections, and the choices that remain."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ BACKWARD_CYCLES = 2  # a recursion with gradient takes as long as three without:
 
 @dataclass(frozen=True, slots=True)
 class DoublingSizes:
-    """Which micro-batch size to try next: twice the last one, until two are slow or it should not fit."""
+    """The next micro-batch size to try: twice the last one, until two are slow or it should not fit."""
 
     first: int
     num_slots: int

@@ -188,7 +188,7 @@ class Evidence:
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long steps take as at first; None if these cannot be compared.
+        """Return how many times as long steps take as at first; None if these cannot be compared.
 
         A state of the machine is reported once it lasted for half of the time that is looked at.
         """

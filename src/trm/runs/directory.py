@@ -155,7 +155,7 @@ def open_run(path: Path, config: RunConfig) -> Run:
 
 
 def is_free(path: Path) -> bool:
-    """Whether there is nothing, or only what a start leaves that was killed before it wrote a recipe."""
+    """Return whether there is nothing but what a start leaves that was killed before it wrote a recipe."""
     if not path.is_dir():
         return True
     return all(file.name in PREPARED or file.name.endswith(".partial") for file in path.iterdir())

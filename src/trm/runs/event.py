@@ -1,4 +1,4 @@
-"""What every event of a run has: a name, and the time when it was recorded."""
+"""The base of every event of a run: a name, and the time when it was recorded."""
 
 from __future__ import annotations
 

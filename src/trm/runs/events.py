@@ -251,7 +251,7 @@ class RowLengthChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class DataOpened(Event):
-    """How the training split is read from here on: "memory", "mapped" or "streaming"."""
+    """The loading of the training split from here on: "memory", "mapped" or "streaming"."""
 
     name = "data"
     step: int

@@ -1,4 +1,4 @@
-"""Which training rows a crash has lost: those whose steps are repeated from the checkpoint on."""
+"""The training rows that a crash has lost: those whose steps are repeated from the checkpoint on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trm.runs.rows import Row, number
 
 
 class Place(NamedTuple):
-    """Where a training row ends."""
+    """The end of a training row."""
 
     step: float
     seconds: float  # of training, over all starts
@@ -23,14 +23,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What a row repeats. It may end beyond the lost rows, as it reports several steps at once."""
+    """The steps that a row repeats. It may end beyond the lost rows, as it reports several steps at once."""
 
     step: float  # with which the row ends
     after_step: float  # the last one that is not repeated; NaN if the row does not say
     after_seconds: float
 
     def covers(self, earlier: Place) -> bool:
-        """Whether an earlier row is lost."""
+        """Return whether an earlier row is lost."""
         if earlier.step >= self.step:
             return True
         if math.isfinite(self.after_step):

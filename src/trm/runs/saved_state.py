@@ -1,4 +1,4 @@
-"""What a checkpoint contains beside its tensors, and whether it belongs to a recipe."""
+"""The contents of a checkpoint beside its tensors, and the check that it belongs to a recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedSpec(BaseModel):
 
 
 class SavedPlateau(BaseModel):
-    """How long the primary metric has not improved; unused without `training.plateau`."""
+    """The evaluations since the primary metric improved; unused without `training.plateau`."""
 
     model_config = ConfigDict(frozen=True)
     best: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -40,7 +40,7 @@ class SavedPlateau(BaseModel):
 
 
 class SavedEarlyStopping(BaseModel):
-    """How long the primary metric has not improved; unused without `training.early_stopping`."""
+    """The evaluations since the primary metric improved; unused without `training.early_stopping`."""
 
     model_config = ConfigDict(frozen=True)
     best: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -48,7 +48,7 @@ class SavedEarlyStopping(BaseModel):
 
 
 class SavedState(BaseModel):
-    """What decides the weights from here on is compared when a run is resumed; `plan` and `versions` may
+    """The facts that decide the weights are compared when a run is resumed; `plan` and `versions` may
     change, and changes are recorded."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)

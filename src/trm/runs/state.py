@@ -1,4 +1,4 @@
-"""Whether a run is being trained, has finished, was stopped, or crashed: the one place that decides it.
+"""The state of a run: being trained, finished, stopped, or crashed. This is the one place that decides it.
 
 A trainer holds the lock of its run for as long as it lives, however it ends, and its last event is
 `stopped`. A run whose lock is free and whose last start has no such event has therefore crashed. How long ago
@@ -53,7 +53,7 @@ class LastRecorded(NamedTuple):
 
     @property
     def regroups(self) -> bool:
-        """Whether the last start ended because a machine arrived or left."""
+        """Return whether the last start ended because a machine arrived or left."""
         return self.boundary is not None and self.boundary.get("event") == Regrouping.name
 
 

@@ -1,1 +1,1 @@
-"""What is learned: files become token arrays, and answers become something that a person reads."""
+"""Tasks: files become token arrays, and answers become something that a person reads."""

@@ -1,4 +1,4 @@
-"""What a task is: it turns files into token arrays, and answers into something that a person reads.
+"""The interface of a task: it turns files into token arrays, and answers into something readable.
 
 Training needs a `Task` only. `trm predict` needs an `Interactive` one, and `--png` and `--gif` a `Drawable`.
 """
@@ -33,7 +33,7 @@ class GridLayout:
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """What a model must know about a dataset."""
+    """The facts about a dataset that a model must know."""
 
     max_len: int
     vocab_size: int
@@ -158,7 +158,7 @@ class MadeFromFiles(Protocol):
 
 @runtime_checkable
 class HasWords(Protocol):
-    """What `training.word_dropout` needs of a task."""
+    """The part of a task that `training.word_dropout` needs."""
 
     def without_words(self, batch: Batch, draws: FloatArray, share: float) -> Batch:
         """Leave out this share of the words of each row, chosen by its row of draws from [0, 1)."""
@@ -188,7 +188,7 @@ class HasWordVectors(Protocol):
 
 
 class Tokenizer(Protocol):
-    """How text becomes tokens, and back."""
+    """A tokenizer: text to tokens, and back."""
 
     def encode(self, text: str) -> IntArray: ...
 
@@ -215,7 +215,7 @@ class Question:
 
 @runtime_checkable
 class Interactive(Protocol):
-    """What `trm predict` needs of a task."""
+    """The part of a task that `trm predict` needs."""
 
     verified: str  # what can be said of an answer in which `verify` finds no mistake
     one_question_per_line: bool  # whether standard input may hold several questions
@@ -262,7 +262,7 @@ class Picture:
 
 @runtime_checkable
 class Drawable(Protocol):
-    """What `--png` and `--gif` need of a task: grids only."""
+    """The part of a task that `--png` and `--gif` need: grids only."""
 
     def solution(self, question: IntArray) -> IntArray | None:
         """Return the right answer if the task can compute it."""

@@ -123,7 +123,7 @@ class Split:
 
 
 class Metadata(BaseModel):
-    """What `dataset.json` must contain; other entries are ignored."""
+    """The required entries of `dataset.json`; others are ignored."""
 
     model_config = ConfigDict(strict=True)
     seq_len: CountInFile

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, what happens when saving fails, and which checkpoint is the best."""
+"""Checkpoints of a run: when they are due, what happens when saving fails, and which one is the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start that crashed has lost: the steps after its newest checkpoint."""
+"""The steps that a start lost when it crashed: those after its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _ordered(split: Split, examples: IntArray) -> IntArray:
 
 
 class Checks(NamedTuple):
-    """What is called during an evaluation; both may raise to stop."""
+    """Callbacks of an evaluation; both may raise to stop it."""
 
     within: Callable[[], None]  # after every inference step, on this rank; may also rest
     together: Callable[[], None]  # before every batch, on all ranks
@@ -251,7 +251,7 @@ class Evaluator:
 
 
 class _How(NamedTuple):
-    """What both kinds of evaluation take."""
+    """Arguments of both kinds of evaluation."""
 
     scorer: Scorer
     batch_size: int

@@ -1,4 +1,4 @@
-"""Whether a run has finished, decided from its files alone: without its data, a plan or a trainer.
+"""The decision whether a run has finished, from its files alone: without its data, a plan or a trainer.
 
 Anything doubtful is left to the trainer, which reads the newest checkpoint and decides the same: a run that
 was killed before its last evaluation, damaged checkpoints, or evaluations with other settings.

@@ -32,7 +32,7 @@ TOKEN_LENGTH = 5
 
 @dataclass
 class Hosting:
-    """What a supervisor knows about the machines of its run."""
+    """A supervisor's record of the machines of its run."""
 
     address: Address
     descriptor: int  # of the listening socket

@@ -1,4 +1,4 @@
-"""What a new run starts from where a recipe wants more than random weights.
+"""The start of a new run where a recipe wants more than random weights.
 
 This happens once, before the first step; the checkpoint of step 0 contains the result.
 """

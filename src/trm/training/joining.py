@@ -65,7 +65,7 @@ class _Guest:
 
 @dataclass
 class _Reports:
-    """What the trainers of this machine have reported about the worlds that they belong to."""
+    """The reports of the trainers of this machine about the worlds that they belong to."""
 
     cause: str | None = None  # of the end of the last one
     attempts: int = 0  # to connect to the other machines, since this last succeeded

@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metric rows, events, files and messages.
+"""The records and the output of a run: metric rows, events, files and messages.
 
 Nothing here may stop training. Rows that a full disk refuses wait in memory until there is room.
 """
@@ -103,7 +103,7 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """How a step was run. Evaluations and saves do not count against the throughput."""
+    """The circumstances of a step. Evaluations and saves do not count against the throughput."""
 
     step: int
     step_seconds: float  # of this step

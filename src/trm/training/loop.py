@@ -41,7 +41,7 @@ from trm.training.tuner import Tuner
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where this start of a run ends at the latest; the schedule does not depend on it."""
+    """The latest end of this start of a run; the schedule does not depend on it."""
 
     max_seconds: float | None = None
     max_step: int | None = None

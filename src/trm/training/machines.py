@@ -54,7 +54,7 @@ CONNECTING, CONNECTED, STARTED = "connecting", "connected", "started"  # likewis
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """How a trainer takes part: as host if it has the descriptor of a listening socket, else as guest."""
+    """The part of a trainer among machines: host if it has a descriptor of a listening socket, else guest."""
 
     address: Address
     name: str  # of this machine

@@ -1,4 +1,4 @@
-"""How a run reacts to heat and batteries: it saves, rests, or waits.
+"""Reactions to heat and batteries: a run saves, rests, or waits.
 
 Resting is a duty cycle: training computes for a share of the time and sleeps between steps and micro-batches.
 It changes no bit of what is learned, so deterministic runs do the same. A resumed run starts at full speed
@@ -22,7 +22,7 @@ Check = Callable[[], None]  # raises if a stop was requested
 
 
 class PowerControl:
-    """When to save because the machine may switch off, when to let it cool, and when to wait for power."""
+    """Reactions to heat and batteries: saving before the machine may switch off, cooling, and waiting."""
 
     HEAT_INTERVAL_SECONDS = 60.0  # between two reactions; a pause of a few seconds per minute costs little
     RECOVERY_SECONDS = 300.0  # without heat, before training computes for a larger share of the time

@@ -1,4 +1,4 @@
-"""What a recording of some steps says: time by phase and by operation, and memory.
+"""A summary of some recorded steps: time by phase and by operation, and memory.
 
 An operation's time is its own: the operations inside it are not counted twice. Threads overlap, so their
 seconds together may exceed those that passed; the times of the phases are those that passed.

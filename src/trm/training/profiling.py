@@ -49,7 +49,7 @@ Advanced = tuple[float, StepResult]  # what a step returns: its learning rate an
 
 @dataclass
 class _Attempt:
-    """A recording that is going on."""
+    """A recording in progress."""
 
     recorder: StepRecorder
     num_steps: int

@@ -1,4 +1,4 @@
-"""What happens when a loss, a gradient or a weight is NaN or Inf.
+"""Recovery from a loss, a gradient or a weight that is NaN or Inf.
 
 Such values are never checkpointed: a step with a non-finite loss is skipped. Three in a row return to the
 last intact checkpoint with half the learning rate; if that does not help, the run stops. A step that has

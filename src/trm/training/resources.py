@@ -1,4 +1,4 @@
-"""How a run reacts to the machine: memory pressure and busy cores here, heat and batteries in `power`.
+"""Reactions to the machine: memory pressure and busy cores here, heat and batteries in `power`.
 
 Monitors run in threads and only take readings. Every reaction happens in the loop, at a step or micro-batch
 boundary, and none of them changes what is learned, unless the recipe allows rows to be cut (`row_length`).
@@ -45,7 +45,7 @@ from trm.training.throttling_watch import ThrottlingWatch
 
 
 class HeldMemory(NamedTuple):
-    """What this process occupies beside the arrays of its steps, and how to get some of it back."""
+    """Memory of this process beside the arrays of its steps; some of it can be released."""
 
     driver_bytes: Callable[[], int]  # of a GPU
     release_caches: Callable[[], int]  # of a backend; returns how many bytes
@@ -260,7 +260,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class StepTook:
-    """What one step took. All but the last leave out the rests within it."""
+    """The duration of one step. All but the last field leave out the rests within it."""
 
     seconds: float  # without pauses of the process
     wall_seconds: float
@@ -283,7 +283,7 @@ class StepTook:
 
 
 class OwnSpeed:
-    """How fast this machine computes its own slots, since the first step of this start."""
+    """The speed of this machine on its own slots, since the first step of this start."""
 
     def __init__(self) -> None:
         self.slots = 0

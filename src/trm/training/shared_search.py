@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the rows of a batch are divided among ranks.
+    """The division of the rows of a batch among ranks.
 
     `batch_size` returns how many rows this rank may answer at a time; `make_room` lowers it after a failed
     allocation, or raises. `check` is called by all ranks before each batch, and may raise on all of them.

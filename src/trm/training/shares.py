@@ -1,4 +1,4 @@
-"""How the slots are divided among ranks: by measured speed, within what fits into memory."""
+"""The division of the slots among ranks: by measured speed, within what fits into memory."""
 
 from __future__ import annotations
 

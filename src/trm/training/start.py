@@ -60,7 +60,7 @@ Digests = Mapping[str, Mapping[str, str]]  # split -> array -> sha256
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a trainer finds beside its recipe and plan.
+    """The surroundings of a trainer beside its recipe and plan.
 
     `verified` has the digests of the splits if another process has just verified the data. `seat` is a place
     among several machines, `send` reports to the supervisor, and `rejected` are devices that failed the check

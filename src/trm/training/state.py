@@ -1,7 +1,7 @@
-"""What a step changes and a checkpoint keeps: the learner, the slots and the step.
+"""The state that a step changes and a checkpoint keeps: the learner, the slots and the step.
 
 A step either happened completely or not at all. A step with a non-finite loss leaves the weights unchanged,
-but its examples are passed over, as another attempt would end the same.
+but its examples are skipped, as another attempt would end the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAN_FACTS = ("micro_batch_size", "threads", "workers", "precision", "gradient_c
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """How often the curriculum has widened, and how recent examples were answered."""
+    """The curriculum's progress: how often it has widened, and how recent examples were answered."""
 
     stage: int = 0
     exact: int = 0
@@ -221,7 +221,7 @@ class TrainingState:
 
     @property
     def stops_early(self) -> bool:
-        """Whether the primary metric has not improved for as long as the recipe allows."""
+        """Return whether the primary metric has not improved for as long as the recipe allows."""
         return self.early_stopping.is_over(self.config.training.early_stopping)
 
     def skip_step(self) -> None:

@@ -191,8 +191,8 @@ def run_trainer(
 ) -> Outcome:
     """Run one trainer to its end. Its messages and signals are those of this process.
 
-    Raise `KeyboardInterrupt` if it was told to stop, but has lost other machines, or waited for them until it
-    was killed: then it could not react.
+    Raise `KeyboardInterrupt` if it received a signal to stop, but has lost other machines, or waited for them
+    until it was killed: then it could not react.
     """
     display.status("Starting the trainer", plain=True)
     how = plan.execution
@@ -200,7 +200,7 @@ def run_trainer(
     variables = {
         **environment(how.threads, compact=how.allocator == "compact"),
         **compiler_cache(),
-        **(QUIET_ENVIRONMENT if in_a_group else {}),  # a lost connection is no surprise
+        **(QUIET_ENVIRONMENT if in_a_group else {}),  # a lost connection is expected
     }
     stops: list[float] = []
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of a run decide together, between two steps.
+"""Decisions that the ranks of a run make together, between two steps.
 
 A rank must not stop, save or pause by itself, because the others would wait for it. So each rank sends its
 requests, and a request of any rank takes effect on all of them, at the same step. Everything else follows
@@ -84,7 +84,7 @@ class Together:
 
     @property
     def regroups(self) -> bool:
-        """Whether a machine arrives or leaves."""
+        """Return whether a machine arrives or leaves."""
         return bool(self.agreed.regroup or self.agreed.leave) and not self.agreed.stop
 
     def check_agreed(self, stop: StopRequest) -> None:

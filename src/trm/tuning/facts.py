@@ -1,4 +1,4 @@
-"""What all candidates of a search share."""
+"""Facts that all candidates of a search share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trm.tuning.space import Values, with_values
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What all candidates of a search share."""
+    """Facts that all candidates of a search share."""
 
     start: RunConfig
     directory: Path

@@ -1,4 +1,4 @@
-"""Whether a candidate can be trained within the memory budget, before it is tried."""
+"""A check that a candidate can be trained within the memory budget, before it is tried."""
 
 from __future__ import annotations
 

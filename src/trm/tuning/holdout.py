@@ -31,7 +31,7 @@ _NOT_COPIED = (BUILD_FILE, "identifiers.json")  # the writer makes them
 
 @dataclass(frozen=True, slots=True)
 class ChoosingData:
-    """Where candidates are trained and evaluated."""
+    """The dataset on which candidates are trained and evaluated."""
 
     path: Path
     spec: DataSpec  # as its files have it

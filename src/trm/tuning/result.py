@@ -1,4 +1,4 @@
-"""What a search has found: the best recipe, the comparison with the start, and all candidates."""
+"""The result of a search: the best recipe, the comparison with the start, and all candidates."""
 
 from __future__ import annotations
 

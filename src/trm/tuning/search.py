@@ -41,7 +41,7 @@ _MAX_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long the search may take, and into how many candidates of equal time that is divided."""
+    """The time of a search, and the number of candidates of equal time into which it is divided."""
 
     minutes: float
     trials: int

@@ -1,4 +1,4 @@
-"""What is searched: learning rate, effective batch size, depth and width, around those of a recipe.
+"""The search space: learning rate, effective batch size, depth and width, around those of a recipe.
 
 A candidate with another batch size sees as many examples as the recipe: steps of its schedule are scaled, and
 the moving average reaches as far back in examples.
@@ -31,7 +31,7 @@ Values = Mapping[str, int | float]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be chosen: a range of learning rates, and lists of everything else."""
+    """The permitted choices: a range of learning rates, and lists of everything else."""
 
     learning_rates: tuple[float, float]
     choices: Mapping[str, tuple[int | float, ...]]

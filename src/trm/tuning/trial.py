@@ -35,7 +35,7 @@ Observe = Callable[[Row], bool]  # receives an evaluation; returns whether to gi
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What to train, and for how long."""
+    """A candidate to train, and for how long."""
 
     recipe: Path
     run: Path
@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How the training of a candidate ended."""
+    """The end of the training of a candidate."""
 
     reason: str  # "time" or "steps" (it is over), "given up", "failed" or "not tried"
     step: int = 0

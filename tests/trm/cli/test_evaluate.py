@@ -110,7 +110,7 @@ def test_a_submission_of_a_dataset_that_does_not_ask_every_test_is_refused(invok
     kept = (set_ / "test_puzzles.json").read_bytes()
     try:
         (set_ / "test_puzzles.json").write_bytes((other / "test_puzzles.json").read_bytes())
-        with pytest.raises(DataError, match="does not ask 1 of the 5 tests"):
+        with pytest.raises(DataError, match="lacks 1 of the 5 tests"):
             invoke("eval", arc_run, "--submission", tmp_path / "submission.json")
     finally:
         (set_ / "test_puzzles.json").write_bytes(kept)

@@ -25,7 +25,7 @@ from trm.cli import cli
 from trm.mail.answers import MAX_SUBJECT, answer_of
 from trm.mail.deciding import open_classifier
 from trm.mail.serving import ServerLimits, open_server
-from trm.mail.sockets import ask, listening
+from trm.mail.sockets import listening, request_answer
 from trm.tasks.documents.mailboxes import Message
 
 LIMITS = ServerLimits(clients=4, message_bytes=100_000, receive_seconds=0.5, stop_seconds=5)
@@ -70,7 +70,7 @@ def connected(path):
 
 def test_the_answers_are_those_of_classify(shared):
     path, _, run = shared
-    assert [ask(path, raw, "-") for raw in MESSAGES] == expected(run, MESSAGES)
+    assert [request_answer(path, raw, "-") for raw in MESSAGES] == expected(run, MESSAGES)
 
 
 def test_the_answer_is_one_json_object_in_a_line(shared):
@@ -86,22 +86,22 @@ def test_the_answer_is_one_json_object_in_a_line(shared):
 
 def test_a_client_shows_the_subject_as_classify_does(shared):
     path = shared[0]
-    answer = ask(path, MESSAGES[0], "letter.eml")
+    answer = request_answer(path, MESSAGES[0], "letter.eml")
     assert answer.subject
     assert answer.text().endswith(f"letter.eml  {answer.subject[:60]}")
-    long = ask(path, b"Subject: " + b"long " * 300 + b"\n\nhello", "-")
+    long = request_answer(path, b"Subject: " + b"long " * 300 + b"\n\nhello", "-")
     assert len(long.subject) == MAX_SUBJECT
 
 
 def test_several_clients_are_answered_at_once(shared):
     path, _, run = shared
     with ThreadPoolExecutor(12) as pool:  # more than the server takes at a time
-        found = list(pool.map(lambda raw: ask(path, raw, "-"), MESSAGES * 4))
+        found = list(pool.map(lambda raw: request_answer(path, raw, "-"), MESSAGES * 4))
     assert found == expected(run, MESSAGES) * 4
 
 
 def test_an_empty_message_is_skipped(shared):
-    answer = ask(shared[0], b"", "empty.eml")
+    answer = request_answer(shared[0], b"", "empty.eml")
     assert (answer.path, answer.verdict, answer.category) == ("empty.eml", "skipped", None)
 
 
@@ -116,7 +116,7 @@ def test_hostile_clients_delay_only_themselves(shared):
         gone.sendall(MESSAGES[0][:20])
         gone.close()
         started = time.monotonic()
-        assert [ask(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
+        assert [request_answer(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
         assert time.monotonic() - started < 10
         assert "did not arrive within 0.5 s" in refusal(slow)
 
@@ -125,7 +125,7 @@ def test_hostile_clients_delay_only_themselves(shared):
 def test_more_silent_clients_than_there_are_places_only_delay(shared):
     path, _, run = shared
     silent = [connected(path) for _ in range(2 * LIMITS.clients)]
-    assert [ask(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
+    assert [request_answer(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
     for client in silent:
         client.close()
 
@@ -136,7 +136,7 @@ def test_an_endless_message_is_refused(shared):
             client.sendall(b"x" * 10_000_000)
         assert "larger than" in refusal(client)
     with pytest.raises(DataError, match="larger than"):
-        ask(shared[0], b"x" * 200_000, "-")
+        request_answer(shared[0], b"x" * 200_000, "-")
 
 
 def test_clients_that_never_read_their_answer_are_counted(shared):
@@ -162,34 +162,34 @@ def test_a_parser_that_is_killed_is_replaced(shared):
     assert parsers
     for parser in parsers:
         parser.kill()
-    assert [ask(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
+    assert [request_answer(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
 
 
 def test_corrections_are_noticed(shared):
     path, _, run = shared
     raw = letter("travel", 5, 12)
-    assert ask(path, raw, "-").category == "travel"
+    assert request_answer(path, raw, "-").category == "travel"
     with open_classifier(run) as classifier:
         classifier.learn([Message("-", raw)], "spam")
-    assert ask(path, raw, "-").category == "spam"
+    assert request_answer(path, raw, "-").category == "spam"
     with open_classifier(run) as classifier:
         classifier.forget([classifier.corrections[0].key])
-    assert ask(path, raw, "-").category == "travel"
+    assert request_answer(path, raw, "-").category == "travel"
 
 
 def test_damaged_corrections_are_an_answer_not_an_end(shared):
     path, _, run = shared
     (run / "mail" / "corrections.json").write_text("nonsense")
     with pytest.raises(DataError, match=r"corrections.json is damaged"):
-        ask(path, MESSAGES[0], "-")
+        request_answer(path, MESSAGES[0], "-")
     (run / "mail" / "corrections.json").unlink()
-    assert [ask(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
+    assert [request_answer(path, MESSAGES[0], "-")] == expected(run, MESSAGES[:1])
 
 
 @pytest.mark.slow
 def test_a_server_without_requests_ends(trained):
     with running(trained[0], ServerLimits(idle_seconds=0.3)) as (path, _, thread):
-        assert ask(path, MESSAGES[0], "-").category == "work"
+        assert request_answer(path, MESSAGES[0], "-").category == "work"
         thread.join(20)
         assert not thread.is_alive()
 
@@ -244,7 +244,7 @@ def test_ctrl_c_ends_the_server_and_a_kill_leaves_a_socket_that_is_replaced(trai
     killed.communicate()
     assert path.exists()
     process = start(trained[0], path)
-    assert ask(path, MESSAGES[0], "-").category == "work"
+    assert request_answer(path, MESSAGES[0], "-").category == "work"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors.strip()) == (130, "Stopped.")

@@ -12,7 +12,7 @@ import pytest
 
 from macbook_optimization.errors import DataError
 from trm.mail import sockets
-from trm.mail.sockets import TooManyBytesError, ask, listening, receive
+from trm.mail.sockets import TooManyBytesError, listening, receive, request_answer
 
 
 @pytest.fixture
@@ -159,16 +159,16 @@ def test_a_client_reports_what_is_wrong_with_a_server(directory, answer, message
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         with pytest.raises(DataError, match=message):
-            ask(directory / "s", b"message", "-")
+            request_answer(directory / "s", b"message", "-")
         thread.join()
 
 
 def test_a_client_sends_mail_only_to_a_socket_of_its_user(directory):
     (directory / "file").touch()
     with pytest.raises(DataError, match="is not a socket of yours"):
-        ask(directory / "file", b"message", "-")
+        request_answer(directory / "file", b"message", "-")
     with pytest.raises(DataError, match="No server answers"):
-        ask(directory / "missing", b"message", "-")
+        request_answer(directory / "missing", b"message", "-")
     abandoned(directory / "s")
     with pytest.raises(DataError, match="No server answers"):
-        ask(directory / "s", b"message", "-")
+        request_answer(directory / "s", b"message", "-")

@@ -50,7 +50,7 @@ def recursed(cycle: Cycle, weights: Weights, taken: MicroBatch, num_cycles: int)
 
 
 class Compilations:
-    """What has been compiled for one program, by micro-batch size and precision."""
+    """The functions that were compiled for one program, by micro-batch size and precision."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

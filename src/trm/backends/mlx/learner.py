@@ -245,7 +245,7 @@ class MlxLearner:
 
 
 def _has_shape(taken: MicroBatch, compiled_size: int | None) -> bool:
-    """Whether a micro-batch has the shape that its functions were compiled for."""
+    """Return whether a micro-batch has the shape that its functions were compiled for."""
     is_full = taken.padding is None and taken.places is None and taken.weights is None
     return is_full and len(taken.inputs) == compiled_size
 

@@ -52,7 +52,7 @@ def token_losses(logits: mx.array, labels: mx.array, loss: str, smoothing: float
 
 def count_correct(logits: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
     """Return how many labels of each row are the likeliest tokens, and how many there are."""
-    correct = mx.argmax(logits, axis=-1) == labels  # IGNORE_LABEL is no token
+    correct = mx.argmax(logits, axis=-1) == labels  # IGNORE_LABEL is not a token
     return correct.sum(-1), (labels != IGNORE_LABEL).sum(-1)
 
 

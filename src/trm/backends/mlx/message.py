@@ -1,4 +1,4 @@
-"""What ranks exchange in a step: one flat float32 array, summed once.
+"""The message that ranks exchange in a step: one flat float32 array, summed once.
 
 Its parts are those of the PyTorch backend: gradients of the weights, the loss, the number of ranks that
 abandon the step, three numbers per slot (right tokens, labelled tokens, halting margin) and the gradients of

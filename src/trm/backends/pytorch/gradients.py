@@ -141,7 +141,7 @@ class SumsInMessage:
 
 
 class UpdateInBackward:
-    """Changes each parameter as soon as its gradient is known; one that is not finite is passed over."""
+    """Changes each parameter as soon as its gradient is known; one that is not finite is skipped."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""How the processes of one world find each other: JSON in torch's TCPStore, served by the host's trainer.
+"""Rendezvous of the processes of one world: JSON in torch's TCPStore, served by the host's trainer.
 
 A world is formed once and never changes: when a machine arrives, leaves or is lost, every process ends, and
 its supervisor starts it again. The store ends with the host's trainer, so nothing in it is ever stale. The
@@ -31,7 +31,7 @@ _WAIT = timedelta(seconds=3600)  # a watchdog ends a process that waits for a ma
 
 
 class _Meeting:
-    """What host and guests have in common: a rank, heartbeats, and who survived a lost connection."""
+    """Common parts of host and guests: a rank, heartbeats, and who survived a lost connection."""
 
     def __init__(self, address: Address, host: str, timeout_seconds: float) -> None:
         self.address = address
@@ -70,7 +70,7 @@ class _Meeting:
         """Return who is gone after a lost connection.
 
         A process that has noticed the loss reports to the store before it ends. Another one may still
-        compute; then its heartbeats go on. If the store is gone or does not answer, the host is.
+        compute; then its heartbeats continue. If the store is gone or does not answer, the host is.
         """
         try:
             missing: list[int] = within(2 * SURVIVORS_SECONDS, self._missing)

@@ -141,7 +141,7 @@ def _dtype_on_the_wire(tensor: Tensor) -> torch.dtype:
 
 
 def within(seconds: float, connect: Callable[[], Any]) -> Any:
-    """Return the result of `connect`, or raise its `RuntimeError`; after so many seconds, a `TimeoutError`.
+    """Return the result of `connect`, or raise its `RuntimeError`; after `seconds`, a `TimeoutError`.
 
     torch may wait forever, or has one time limit for connecting and for all that follows. So a thread waits,
     and is left behind: a process that cannot reach another one soon ends.

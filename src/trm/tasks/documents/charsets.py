@@ -1,7 +1,7 @@
 """From bytes to text, whatever a message says about its encoding.
 
 Only encodings of an allow-list are used: Python has codecs that are not encodings of text, and some that
-raise even when they are told to replace. Mail often names a subset of what it uses, so the superset is taken,
+raise even with `errors="replace"`. Mail often names a subset of what it uses, so the superset is taken,
 as browsers do. Bytes without a declared encoding are UTF-8 or else windows-1254: it is windows-1252 but for
 six letters, which are Icelandic in one and Turkish in the other.
 """

@@ -41,20 +41,20 @@ MAX_VOCABULARY_CHARACTERS = 2**26  # of the messages that a vocabulary is made o
 
 
 class SourceOptions(TokenOptions):
-    """Which mail a dataset is made of."""
+    """The mail that a dataset is made of."""
 
     source: list[str] = Field(alias="from", min_length=1)
     """Mailboxes, directories or tables to read."""
     test_share: Fraction = 0.15
     """Share of the messages in the test set."""
     split: Literal["random", "time", "thread"] = "random"
-    """How the test set is chosen: at random, the newest messages, or whole conversations."""
+    """Choice of the test set: at random, the newest messages, or whole conversations."""
     seed: int = 0
     """Seed of the split."""
 
 
 class MailBuildOptions(SourceOptions):
-    """Which mail a dataset is made of, and what its categories are."""
+    """The mail that a dataset is made of, and its categories."""
 
     mapping: str | None = None
     """YAML file that says which folders and labels are which category; null for the folders themselves."""

@@ -85,7 +85,7 @@ def _multipliers() -> WordArray:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which messages are copies of each other: equal numbers, those of the first message of each group."""
+    """Copies among messages, as equal numbers: those of the first message of each group."""
 
     exact: IntArray
     near: IntArray  # exact copies and near-copies

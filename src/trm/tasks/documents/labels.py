@@ -82,7 +82,7 @@ _READY_IGNORE = (
 
 @dataclass(frozen=True, slots=True)
 class CategoryMap:
-    """Which folders and labels stand for which category."""
+    """A mapping of folders and labels to categories."""
 
     categories: Mapping[str, tuple[str, ...]]  # patterns; the first category that matches wins
     ignore: tuple[str, ...] = ()  # messages to leave out, whatever else matches
@@ -138,7 +138,7 @@ def default_map(counts: LabelCounts) -> CategoryMap | None:
 
 @dataclass(slots=True)
 class LabelCounts:
-    """How many messages have each folder and each label."""
+    """The number of messages with each folder and each label."""
 
     num_messages: int = 0
     folders: Counter[str] = field(default_factory=Counter)

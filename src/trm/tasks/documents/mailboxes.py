@@ -1,4 +1,4 @@
-"""Where mail comes from: mbox, Maildir, directories of messages, tables, single files, standard input.
+"""Sources of mail: mbox, Maildir, directories of messages, tables, single files, standard input.
 
 All sources are streams of messages in a fixed order. What cannot be read is a message too, with the reason,
 so that the counts of a report add up.

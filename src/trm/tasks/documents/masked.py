@@ -1,4 +1,4 @@
-"""Masked tokens: pre-training on mail whose categories nobody knows.
+"""Masked tokens: pre-training on mail without categories.
 
 Some tokens of a message are replaced by [UNK], and the model predicts them. A dataset has one choice of
 masked tokens, which evaluations use; training draws them anew for every example of a slot, as tasks with
@@ -41,7 +41,7 @@ _BITS_OF_A_DRAW = 53
 
 
 class MaskedOptions(SourceOptions):
-    """Which mail a dataset is made of; its folders and labels do not matter."""
+    """The mail that a dataset is made of; its folders and labels do not matter."""
 
     test_share: Fraction = 0.05
     """Share of the messages in the test set."""

@@ -2,7 +2,7 @@
 
 An mbox is a concatenation of messages, each behind a separator line `From sender date` that follows an empty
 line. The file is searched in chunks, so neither its size nor that of a message matters: a message beyond the
-limit is passed over without being kept.
+limit is skipped without being kept.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ _TOO_MUCH_MEMORY = 77  # an exit status that nothing else uses
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may take."""
+    """Limits for one message."""
 
     seconds: float = 2.0  # of CPU time
     extra_bytes: int = 256 * 2**20  # beyond what the worker has before the first message
 
     @property
     def silent_seconds(self) -> float:
-        """How long a worker may take, on a busy machine, before it is killed."""
+        """The seconds that a worker may take, on a busy machine, before it is killed."""
         return 2.5 * self.seconds
 
     @property

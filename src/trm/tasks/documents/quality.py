@@ -1,4 +1,4 @@
-"""What a collection of mail is like, before anything is trained on it.
+"""A description of a collection of mail, before anything is trained on it.
 
 Every message is counted once as parsed, truncated or skipped, and once as used, without a category, or
 skipped: both sums are the number of messages.
@@ -92,7 +92,7 @@ class QualityReport:
 
 
 class Judged(Protocol):
-    """What is counted of a message."""
+    """The facts of a message that are counted."""
 
     @property
     def verdict(self) -> Verdict: ...

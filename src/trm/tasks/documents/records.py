@@ -1,4 +1,4 @@
-"""What an import keeps of a message: facts for report and split, and the content that tokens are made of."""
+"""Records of an import: facts for report and split, and the content that tokens are made of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is recorded of a message beside its content."""
+    """The facts of a message beside its content."""
 
     verdict: Verdict
     reason: str = ""
@@ -47,7 +47,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a worker makes of a message. One that was skipped has neither fingerprint nor content."""
+    """The result of a worker for a message. One that was skipped has neither fingerprint nor content."""
 
     facts: Facts
     fingerprint: Fingerprint = NO_WORDS

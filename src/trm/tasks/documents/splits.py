@@ -31,7 +31,7 @@ class SplitRules:
 
 @dataclass(frozen=True, slots=True)
 class SplitItem:
-    """What a split needs of a message."""
+    """The facts of a message that a split needs."""
 
     key: str
     category: str
@@ -42,7 +42,7 @@ class SplitItem:
 
 @dataclass(frozen=True, slots=True)
 class SplitTable:
-    """What a split needs of messages, one row each: a large mailbox has millions."""
+    """The facts of messages that a split needs, one row each: a large mailbox has millions."""
 
     name_of: Callable[[int], bytes]  # of what a message says: its digest, or its key if it has no words
     copies: IntArray  # the first message of those that are copies of each other

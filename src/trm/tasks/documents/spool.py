@@ -1,4 +1,4 @@
-"""What an import of mail has read so far, in a directory beside the dataset, so that it can be continued.
+"""The state of an import of mail, in a directory beside the dataset, so that it can be continued.
 
 Four files grow together: one line of facts per message, and for each message that can be used its digest, its
 signature and its content. `state.json` has their sizes at the last checkpoint; what is behind those is cut
@@ -51,7 +51,7 @@ _READ_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far an import has come."""
+    """The progress of an import."""
 
     identity: JsonObject  # of what is imported: see `importing.identity_of`
     position: Position = field(default_factory=Position)

@@ -40,7 +40,7 @@ _ROWS_AT_A_TIME = 4096
 
 
 class TextOptions(Section):
-    """Which text a dataset is made of, and how it becomes tokens."""
+    """The text that a dataset is made of, and its tokens."""
 
     source: list[str] = Field(alias="from", min_length=1)
     """Text files in UTF-8."""

@@ -52,7 +52,7 @@ _RARE = "*"
 
 
 class TokenOptions(Section):
-    """How messages become tokens."""
+    """Options of the tokens of messages."""
 
     length: Count = 384
     """Most tokens per message; of a long body, the beginning and the end are kept."""

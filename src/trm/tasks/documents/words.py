@@ -41,6 +41,6 @@ def with_pairs(of: Sequence[str]) -> Iterator[str]:
 
 
 def is_content(ngram: str) -> bool:
-    """Whether a feature is a single word, domain or file type: not a pair of words, and not what almost every
-    message has, such as a header of that name or a part of plain text."""
+    """Return whether a feature is a single word, domain or file type: not a pair of words, nor what almost
+    every message has, such as a header of that name or a part of plain text."""
     return " " not in ngram and not ngram.startswith(_FORM)

@@ -43,7 +43,7 @@ Labelled: TypeAlias = Callable[[Sequence[Document], IntArray, int], tuple[IntArr
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a task makes of messages."""
+    """The form in which a task learns from messages."""
 
     task: str
     labelled: Labelled
@@ -51,7 +51,7 @@ class Form:
 
 
 class HasMailVocabulary:
-    """What `HasVocabulary` asks of tasks over tokens of mail."""
+    """The vocabulary of tasks over tokens of mail, for `HasVocabulary`."""
 
     def vocabulary(self, dataset: Path) -> str | None:
         try:

@@ -75,7 +75,7 @@ class BuildOptions(Section):
     seed: CountOrZero = 0
     """Seed of the augmentations."""
     overlap: Literal["refuse", "drop", "allow"] = "refuse"
-    """What to do with tasks in `train` that are also in `test`; `drop` removes them from training."""
+    """Treatment of tasks in `train` that are also in `test`; `drop` removes them from training."""
     max_input_mb: Count = MAX_INPUT_MB
     """Most MiB to read from all files together."""
 

@@ -1,4 +1,4 @@
-"""How ARC grids look: as text in a terminal, and as a picture."""
+"""The look of ARC grids: as text in a terminal, and as a picture."""
 
 from __future__ import annotations
 

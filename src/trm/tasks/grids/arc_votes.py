@@ -64,12 +64,12 @@ class Votes:
 
     def require_all_tests(self, split: Split, limit: int | None) -> None:
         """Raise `DataError` if an evaluation of `limit` examples would leave a test without an answer."""
-        places = self.first_asked(split, split.evaluation_order())
+        places = self.first_places(split, split.evaluation_order())
         found = [place for place in places if place is not None]
         if len(found) < len(places):
             absent = len(places) - len(found)
             raise DataError(
-                f"{split.directory} does not ask {absent} of the {len(places)} tests of the competition",
+                f"{split.directory} lacks {absent} of the {len(places)} tests of the competition",
                 hint=REBUILD_HINT,
             )
         needed = max(found) + 1
@@ -81,8 +81,8 @@ class Votes:
                 hint=f"Use --examples {needed} or more, or omit it to let all {len(split)} examples vote.",
             )
 
-    def first_asked(self, split: Split, order: IntArray) -> list[int | None]:
-        """Return the place in `order` of the first example of every test, or None if none asks it.
+    def first_places(self, split: Split, order: IntArray) -> list[int | None]:
+        """Return the place in `order` of the first example of every test, or None if no example has it.
 
         No more examples are read than necessary.
         """
@@ -125,12 +125,12 @@ class Votes:
         return [self.grids[key] for key in order[:count]]
 
     def _all_tests(self) -> list[Test]:
-        """Return every test once; a task may ask the same question twice."""
+        """Return every test once; a task may have the same question twice."""
         tests = [(name, key_of(grid)) for name, puzzle in self.puzzles.items() for grid, _ in puzzle.tests]
         return list(dict.fromkeys(tests))
 
     def _tests_in(self, batch: Batch) -> Iterator[tuple[Test, Augmentation]]:
-        """Yield the test that each example asks, and the augmentation in which it does."""
+        """Yield the test of each example, and the augmentation of its question."""
         for inputs, identifier in zip(batch.inputs, batch.puzzle_identifiers, strict=True):
             try:
                 name, augmentation = Augmentation.from_name(self.names[identifier])

@@ -1,4 +1,4 @@
-"""How a grid looks: as text in a terminal, and as a picture.
+"""The look of a grid: as text in a terminal, and as a picture.
 
 `GridView` is the rendering part of `GridTask`. A task changes its look by overriding `cell` (text) and `tile`
 (picture). Both receive symbols, which are counted from 0: the token of symbol s is s + 1.

@@ -335,9 +335,9 @@ def test_tests_to_which_no_answer_is_a_grid_are_counted(voting):
 def test_the_first_example_of_every_test_is_found(voting, tmp_path):
     votes, _ = voting
     split = open_split(tmp_path / "set", "test")
-    assert votes.first_asked(split, np.arange(10)) == [0, 1]
-    assert votes.first_asked(split, np.array([8, 6, 3])) == [0, 2]
-    assert votes.first_asked(split, np.array([8, 6])) == [0, None]
+    assert votes.first_places(split, np.arange(10)) == [0, 1]
+    assert votes.first_places(split, np.array([8, 6, 3])) == [0, 2]
+    assert votes.first_places(split, np.array([8, 6])) == [0, None]
 
 
 @pytest.mark.parametrize("names", [[], ["<blank>", "ask|||x"], 3, {"a": "b"}])
