@@ -60,6 +60,16 @@ class Verdict:
     def place(self) -> Place:
         return Place(self.backend, self.device)
 
+    @property
+    def event_fields(self) -> dict[str, str | None]:
+        """Return the fields of the event `device rejected`."""
+        return {
+            "backend": self.backend,
+            "device": self.device,
+            "problem": self.problem,
+            "tensor": self.tensor,
+        }
+
     def __str__(self) -> str:
         if self.problem is None:
             return "agrees with the CPU"

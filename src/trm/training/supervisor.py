@@ -170,7 +170,7 @@ def _run_trainer(job: Job, plan: Plan, limits: Limits, lock: int | None) -> Outc
         "start": {
             "limits": asdict(limits),
             "quiet": job.quiet,
-            "rejected": [asdict(each) for each in job.rejected],
+            "rejected": [each.event_fields for each in job.rejected],
             "requested": list(job.requested),
             "seat": None if hosting is None else hosting.seat().to_json(),
         },

@@ -212,15 +212,17 @@ class Counters:
         self.counts = {}
         self.answers = threading.Event()
         self.answers.set()
-        self.answered_at = 0.0
+        self.last_answered = 0.0  # when its own sign of life was requested that was answered last
         self.is_closed = False
 
     def add(self, key, amount):
+        requested_at = time.monotonic()
         self.answers.wait()
         if self.is_closed:
             raise RuntimeError("Connection reset by peer")
         self.counts[key] = self.counts.get(key, 0) + amount
-        self.answered_at = time.monotonic()
+        if key == "own":
+            self.last_answered = requested_at
         return self.counts[key]
 
 
@@ -250,7 +252,7 @@ def test_a_watchdog_names_who_shows_no_sign_of_life(silent):
     assert not lost.reported.is_set()
     if silent == "host":
         store.answers.clear()
-        last_sign = store.answered_at
+        last_sign = store.last_answered
     assert lost.reported.wait(30)
     store.answers.set()
     assert lost.names == ["a guest" if silent == "peer" else "the host"]

@@ -162,8 +162,8 @@ def test_the_live_view_follows_a_terminal_that_is_resized(tmp_path):
             output.text = ""
             until(lambda: len(frames(output)) >= 3)
             assert all(max(map(len, frame)) < columns for frame in frames(output))
-            assert "learning rate" in " ".join(frames(output)[-1])
             until(lambda step=step: last_step(tmp_path) > step)
+            until(lambda: "learning rate" in " ".join(frames(output)[-1]))
         trainer.send_signal(signal.SIGINT)
         assert trainer.wait(30) == 130
     finally:
