@@ -146,10 +146,12 @@ def test_the_live_view_follows_a_terminal_that_is_resized(tmp_path):
     """The terminal sends SIGWINCH to the command and its trainer, as it is the one that controls them."""
     screen, slave = pty.openpty()
     resize(screen, 200)
+    fixed_sizes = ("COLUMNS", "LINES")  # which hide that of the terminal; parallel tests have them
+    inherited = {name: value for name, value in os.environ.items() if name not in fixed_sizes}
     trainer = subprocess.Popen(
         [*START, "training.max_steps=1000000", "--run", "run"],
         cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        env={**os.environ, "TERM": "xterm-256color"}, preexec_fn=take_terminal,
+        env={**inherited, "TERM": "xterm-256color"}, preexec_fn=take_terminal,
     )  # fmt: skip
     os.close(slave)
     try:
