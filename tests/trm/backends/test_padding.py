@@ -117,7 +117,9 @@ def double_precision():
 
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_padding_changes_neither_losses_nor_gradients(variant):
-    assert_same_as_rows_alone(padded_batch(), variant, tolerance=1e-6)
+    """In float64, as tested below, they agree within 1e-14. In float32, torch 2.2.2 is up to 1.1e-6 off."""
+    is_oldest = torch.__version__.startswith("2.2.")
+    assert_same_as_rows_alone(padded_batch(), variant, tolerance=2e-6 if is_oldest else 1e-6)
 
 
 @pytest.mark.usefixtures("float64")
