@@ -44,7 +44,8 @@ class Watched:
         """Train until the run or the time ends; return the seconds that it took."""
         began = time.monotonic()
         devnull = subprocess.DEVNULL
-        with subprocess.Popen(command, stdout=devnull, stderr=devnull) as process:
+        directory = self.run.path.parent
+        with subprocess.Popen(command, cwd=directory, stdout=devnull, stderr=devnull) as process:
             try:
                 self._follow(process, began + seconds)
             finally:
@@ -75,8 +76,8 @@ class Watched:
 def train_recipe(words: str, scratch: Path, seconds: float) -> list[Watched]:
     """Train a recipe for this long, with as many seeds as that takes."""
     recipe, *overrides = shlex.split(words)
-    build = load_config(recipe, overrides).data.path
-    data = [] if build.exists() else [f"data.path={scratch / 'data' / recipe}"]
+    path = load_config(recipe, overrides).data.path
+    data = [f"data.path={path.resolve()}"] if path.exists() else []  # otherwise it is built in `scratch`
     watched: list[Watched] = []
     remaining = seconds
     while remaining > UPDATE_SECONDS:
